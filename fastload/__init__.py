@@ -42,6 +42,7 @@ from fastload.report import (
     StageReport,
     VerifyReport,
 )
+from fastload.storage import FileStat, Folder, Storage, WritableStorage, register_storage
 
 if TYPE_CHECKING:
     from fastload import estimate
@@ -61,6 +62,8 @@ __all__ = [
     "DeadlineExceeded",
     "FastloadError",
     "FileEntry",
+    "FileStat",
+    "Folder",
     "IncompleteCheckpoint",
     "LoadOptions",
     "LoadReport",
@@ -81,17 +84,20 @@ __all__ = [
     "StageOptions",
     "StageRankReport",
     "StageReport",
+    "Storage",
     "StorageError",
     "TensorEntry",
     "UnsupportedVersion",
     "VerifyReport",
     "WorldError",
+    "WritableStorage",
     "async_save",
     "estimate",
     "inspect",
     "load",
     "open",
     "random_state",
+    "register_storage",
     "save",
     "stage",
     "verify",

@@ -1,18 +1,21 @@
-"""Storage systems behind two protocols: `Storage` for reads, `Target` for writes of a checkpoint."""
+"""Storage systems: a `Storage` reads a checkpoint, a `Target` writes one."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
-from fastload.errors import OptionError
+from fastload.errors import FastloadError, OptionError
 from fastload.storage import single_file
-from fastload.storage.base import Bucket, FileStat, Folder, Names, Storage, Target, take
+from fastload.storage.base import Bucket, FileStat, Folder, Names, Storage, Target, WritableStorage, take
 from fastload.storage.local import LocalStorage
-from fastload.storage.location import HTTP, OBJECT_STORES, Location, locate, name_of, redact
+from fastload.storage.location import HTTP, OBJECT_STORES, SCHEME, Location, Secrets, locate, name_of, redact
+from fastload.storage.process import registered_storages
 from fastload.storage.retry import PatientStorage
 
 __all__ = [
@@ -23,12 +26,14 @@ __all__ = [
     "PatientStorage",
     "Storage",
     "Target",
+    "WritableStorage",
     "locate",
     "name_of",
     "open_storage",
     "open_target",
     "put_next_to",
     "redact",
+    "register_storage",
     "take",
 ]
 _log = logging.getLogger(__name__)
@@ -36,6 +41,26 @@ _log = logging.getLogger(__name__)
 _S3 = frozenset("s3 s3a".split())
 _READ_ONLY = HTTP | {"hf"}
 _MAX_ATTEMPT_S = 30.0
+
+
+def register_storage(scheme: str, factory: Callable[..., Storage]) -> None:
+    """Registers a storage for the URLs of a scheme, in this process.
+
+    It takes the place of any other storage for them, those of obstore and fsspec included. Every rank has to
+    register it, at import for example.
+
+    Args:
+        scheme: The text before ``://``, such as ``"mystore"``.
+        factory: A subclass of `Storage`, or of `WritableStorage` for saves; or a function that returns one.
+            Called as ``factory(url, **storage_options)``, once for each load or save, on each rank. Its
+            ``TypeError`` and ``ValueError`` become `OptionError`.
+
+    Raises:
+        OptionError: It is no scheme, or one of this host's files.
+    """
+    if not isinstance(scheme, str) or not re.fullmatch(SCHEME, scheme) or scheme.lower() == "file":
+        raise OptionError(f"scheme={scheme!r}: must be the text before :// of a URL, other than file")
+    registered_storages[scheme.lower()] = factory
 
 
 def open_storage(
@@ -64,6 +89,8 @@ def open_storage(
     location = locate(path)
     if not location.scheme:
         return LocalStorage(location.address, io)
+    if location.scheme in registered_storages:
+        return _open_registered(location, options or {})
     if location.scheme in OBJECT_STORES | HTTP:
         if importlib.util.find_spec("obstore") is not None:
             from fastload.storage.obstore import ObjectStorage
@@ -110,7 +137,7 @@ def open_target(
         from fastload.storage.local_target import LocalTarget
 
         return LocalTarget(url, names, io=io)
-    if scheme in _READ_ONLY:
+    if scheme in _READ_ONLY - registered_storages.keys():
         raise OptionError(f"cannot save to {location}: {scheme}:// can only be read")
     parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
     if not name or (scheme in OBJECT_STORES and not parent):
@@ -120,7 +147,7 @@ def open_target(
     options = options or {}
     patience: dict[str, Any] = {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
     root = locate(f"{scheme}://{parent}")
-    if scheme in _S3:
+    if scheme in _S3 - registered_storages.keys():
         _require_obstore(scheme)
         from fastload.storage.s3 import Multipart, S3Bucket
 
@@ -148,19 +175,45 @@ def put_next_to(place: Location, name: str, content: bytes, *, timeout_s: float,
         return
     attempt_s = min(_MAX_ATTEMPT_S, timeout_s)
     bucket = _open_bucket(place, {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
-    with bucket.secrets.errors(f"{place.url}/{name}"):
+    with closing(bucket), bucket.secrets.errors(f"{place.url}/{name}"):
         bucket.put(name, content)
 
 
+def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
+    secrets = Secrets(location, options)
+    with secrets.errors(location.url):
+        try:
+            storage = registered_storages[location.scheme](location.address, **options)
+        except FastloadError:
+            raise
+        except (TypeError, ValueError) as error:
+            why = secrets.hide(str(error))
+            raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
+    if not isinstance(storage, Storage):
+        found = type(storage).__name__
+        raise OptionError(f"cannot open {location}: its factory returned {found}, not a fastload.Storage")
+    storage.secrets = secrets
+    return storage
+
+
 def _open_bucket(root: Location, options: Mapping[str, Any], **patience: Any) -> Bucket:
+    if root.scheme in registered_storages:
+        storage = _open_registered(root, options)
+        if not isinstance(storage, WritableStorage):
+            storage.close()
+            raise OptionError(
+                f"cannot save to {root}: {type(storage).__name__} is for loads only; derive it from "
+                "fastload.WritableStorage"
+            )
+        return storage
     if root.scheme in OBJECT_STORES:
         _require_obstore(root.scheme)
         from fastload.storage.obstore import ObstoreBucket
 
         return ObstoreBucket(root, options, **patience)
-    from fastload.storage.fsspec import FsspecBucket
+    from fastload.storage.fsspec import FsspecStorage
 
-    return FsspecBucket(root, options)
+    return FsspecStorage(root, options)
 
 
 def _require_obstore(scheme: str) -> None:

@@ -1,17 +1,20 @@
-"""Protocols of the package: `Storage`, `Target`, and the object store operations below a target."""
+"""The base classes `Storage` and `WritableStorage`, and the protocols of targets and what they write to."""
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, Protocol
 
 from fastload.errors import StorageError
-from fastload.storage.location import Secrets
+from fastload.storage.location import Secrets, locate
 
 CHANGED = "it was changed after it was opened: load it again once nobody writes to it"
 """Error text for a file that was written to while it was read."""
@@ -83,14 +86,19 @@ class ByteCounter:
             self.total += nbytes
 
 
-class Storage(Protocol):
-    """Read access to the files of one checkpoint, below a root fixed when it was opened.
+class Storage(ABC):
+    """Read access to the files below a root; the base class of storages.
 
     A name is relative to the root, with ``/`` between parts; the empty name is the root itself.
-    Every method raises `StorageError` when storage fails, and may be called from several threads.
+    Every method may be called from several threads, and raises `StorageError` when storage fails: transient
+    errors are retried. Register a subclass with `register_storage`, and test it with
+    `fastload.testing.StorageContract`.
+
+    Args:
+        url: URL of the root, with credentials if it has any.
 
     Attributes:
-        url: The root, for messages.
+        url: The root without credentials, for messages.
         shared: Whether every host reads the same bytes through one link (object store, network file
             system) rather than from a disk of its own.
         probes: Whether each rank may look for the files itself; False where metadata requests cost
@@ -99,36 +107,51 @@ class Storage(Protocol):
             for another place throws that away.
         bytes_read: Bytes read so far, retries included.
         direct_bytes_read: The part of `bytes_read` that bypassed the page cache.
+        secrets: Redacts credentials from messages and library errors.
     """
 
-    @property
-    def url(self) -> str: ...
+    def __init__(self, url: str | PathLike[str]) -> None:
+        location = locate(url)
+        self.url = location.url
+        self.secrets = Secrets(location, {})
+        self._count = ByteCounter()
 
     @property
-    def shared(self) -> bool: ...
+    def shared(self) -> bool:
+        return True
 
     @property
-    def probes(self) -> bool: ...
+    def probes(self) -> bool:
+        return False
 
     @property
-    def in_order(self) -> bool: ...
+    def in_order(self) -> bool:
+        return False
 
     @property
-    def bytes_read(self) -> int: ...
+    def bytes_read(self) -> int:
+        return self._count.total
 
     @property
-    def direct_bytes_read(self) -> int: ...
+    def direct_bytes_read(self) -> int:
+        return 0
 
+    @abstractmethod
     def stat(self, name: str) -> FileStat | None:
-        """Returns size and version of a file, or None if there is no such file or directory."""
+        """Returns size and version of a file, or None if there is no such file.
 
+        Of the root (the empty name), returns metadata if it is a file; if it is a directory,
+        ``FileStat(0, "")``, or None where storage does not know directories.
+        """
+
+    @abstractmethod
     def list(self) -> list[str] | None:
         """Returns the sorted names of the files directly below the root, or None if it is no directory."""
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         """Lists the directories (common prefixes) directly below the root, by name.
 
-        This takes one request for all, or one for each directory. A directory that cannot be listed has a
+        `CheckpointManager` and saves need it; loads do not. A directory that cannot be listed has a
         `problem`; the others are listed all the same.
 
         Args:
@@ -137,7 +160,9 @@ class Storage(Protocol):
         Raises:
             StorageError: The storage has no listings (HTTP).
         """
+        raise StorageError("it cannot list directories", self.url)
 
+    @abstractmethod
     def read_into(
         self,
         name: str,
@@ -170,9 +195,89 @@ class Storage(Protocol):
         Raises:
             StorageError: The file was replaced, or cannot be read.
         """
+        data = bytearray(about.nbytes)
+        self.read_into(name, 0, [memoryview(data)], about.version)
+        return bytes(data)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most have nothing to release)
         """Releases descriptors and connections; the storage cannot be used afterwards."""
+
+    # For subclasses
+
+    def label(self, name: str) -> str:
+        """Returns the URL of a file, for messages."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def fill(self, name: str, offset: int, buffers: Sequence[memoryview], data: bytes | memoryview) -> None:
+        """Copies what was read into the buffers of `read_into`, and adds it to `bytes_read`.
+
+        Raises:
+            StorageError: It is less than the buffers take.
+        """
+        nbytes = sum(map(len, buffers))
+        self._count.add(len(data))
+        if len(data) != nbytes:
+            message = f"got {len(data)} of {nbytes} bytes"
+            raise StorageError(message, self.label(name), offset, nbytes, transient=True)
+        fill(buffers, memoryview(data))
+
+
+class WritableStorage(Storage):
+    """Read and write access to the files below a root; the base class of storages for saves.
+
+    To save, fastload opens the parent of the checkpoint. Each file is written under a pending name, and moved
+    to its own once all files are complete. Errors of any type become `StorageError`. They are not retried.
+    """
+
+    @abstractmethod
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
+        """As `Storage.folders`, and never from a cache."""
+
+    @abstractmethod
+    def get(self, name: str) -> bytes | None:
+        """Returns a small file as it is now, or None if there is none."""
+
+    @abstractmethod
+    def put(self, name: str, content: bytes, *, fresh: bool = False) -> bool:
+        """Writes a small file in one step; directories are made as needed.
+
+        Args:
+            name: File below the root.
+            content: All of its bytes.
+            fresh: Whether to leave a file that exists as it is. Storage that cannot do so in one step
+                ignores this; then of two saves to one place both may pause to find out which came last.
+
+        Returns:
+            Whether the file was written.
+        """
+
+    @abstractmethod
+    def writer(self, name: str) -> ObjectWriter:
+        """Opens a new file for sequential writes. It exists, complete and durable, once it is closed."""
+
+    @abstractmethod
+    def move(self, name: str, to: str) -> None:
+        """Renames a file in one step, and replaces what is there; directories are made as needed."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes files in this order; missing ones are no error."""
+
+    def delete_folder(self, folder: str) -> None:
+        """Deletes a directory directly below the root, with its files; a missing one is no error."""
+        self.delete([f"{folder}/{name}" for name in self.files(folder)])
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Returns the sizes in bytes of the files in a directory directly below the root, by name."""
+        found = self.folders(folder).get(folder, Folder())
+        if found.problem:
+            raise StorageError(found.problem, self.label(folder))
+        return {name: about.nbytes for name, about in found.files.items()}
+
+    def modified_s(self, name: str) -> float:
+        """Returns the modification time in seconds since 1970; infinity if there is no file."""
+        about = self.stat(name)
+        return math.inf if about is None else about.modified_s
 
 
 @dataclass(frozen=True)
@@ -443,7 +548,9 @@ class Keys:
 
 
 class Bucket(Protocol):
-    """The objects below a prefix, by keys relative to it. Raises the errors of its library.
+    """The objects below a prefix, by keys relative to it, as a target uses them; see `WritableStorage`.
+
+    Raises the errors of its library.
 
     Attributes:
         secrets: Redacts credentials from those errors.
@@ -451,41 +558,25 @@ class Bucket(Protocol):
 
     secrets: Secrets
 
-    def get(self, key: str) -> bytes | None:
-        """Returns an object, or None if there is none."""
+    def get(self, key: str, /) -> bytes | None: ...
 
-    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
-        """Writes an object.
+    def put(self, key: str, content: bytes, /, *, fresh: bool = False) -> bool: ...
 
-        Args:
-            key: Key of the object.
-            content: All of its bytes.
-            fresh: Whether to fail if the object exists. Ignored by stores without conditional puts.
+    def delete(self, keys: Sequence[str], /) -> None: ...
 
-        Returns:
-            Whether the object was written.
-        """
+    def delete_folder(self, folder: str, /) -> None: ...
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects in this order; missing ones are no error."""
+    def files(self, folder: str, /) -> dict[str, int]: ...
 
-    def delete_folder(self, folder: str) -> None:
-        """Deletes all objects below a prefix."""
+    def folders(self, prefix: str = "") -> Iterable[str]: ...
 
-    def files(self, folder: str) -> dict[str, int]:
-        """Returns the sizes in bytes of the objects directly below a prefix, by name."""
+    def modified_s(self, key: str, /) -> float: ...
 
-    def folders(self) -> list[str]:
-        """Returns the names of the prefixes directly below the root."""
+    def move(self, key: str, to: str, /) -> None: ...
 
-    def modified_s(self, key: str) -> float:
-        """Returns the modification time in seconds since 1970; infinity if there is no object."""
+    def writer(self, key: str, /) -> ObjectWriter: ...
 
-    def move(self, key: str, to: str) -> None:
-        """Renames an object on the server."""
-
-    def writer(self, key: str) -> ObjectWriter:
-        """Opens an object for sequential writes."""
+    def close(self) -> None: ...
 
 
 NUM_REQUESTS = 8

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, ObjectWriter, fill
+from fastload.storage.base import CHANGED, FileStat, Folder, ObjectWriter, WritableStorage
 from fastload.storage.location import HTTP, OBJECT_STORES, Secrets, locate
 
 T = TypeVar("T")
@@ -21,8 +21,8 @@ T = TypeVar("T")
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 
 
-class FsspecStorage:
-    """Read access through an fsspec file system.
+class FsspecStorage(WritableStorage):
+    """Access through an fsspec file system.
 
     Args:
         url: URL of the root.
@@ -32,21 +32,11 @@ class FsspecStorage:
         OptionError: The scheme is unknown, or what it needs is not installed.
     """
 
-    shared = True
-    probes = False
-    in_order = False
-    direct_bytes_read = 0
-
     def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
+        super().__init__(url)
         self._location = locate(url)
-        self.url = self._location.url
-        self._secrets = Secrets(self._location, options)
-        self._count = ByteCounter()
+        self.secrets = Secrets(self._location, options)
         self._files, self._root = open_file_system(self._location, options)
-
-    @property
-    def bytes_read(self) -> int:
-        return self._count.total
 
     def stat(self, name: str) -> FileStat | None:
         try:
@@ -111,34 +101,63 @@ class FsspecStorage:
         data = self._call(
             name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes
         )
-        self._count.add(len(data))
-        if len(data) != nbytes:
-            message = f"got {len(data)} of {nbytes} bytes"
-            raise StorageError(message, self._label(name), offset, nbytes, transient=True)
+        self.fill(name, offset, buffers, data)
         if version and self._ask_for_version(name) != version:
-            raise StorageError(CHANGED, self._label(name), offset, nbytes)
-        fill(buffers, memoryview(data))
+            raise StorageError(CHANGED, self.label(name), offset, nbytes)
 
-    def read_all(self, name: str, about: FileStat) -> bytes:
-        data = bytearray(about.nbytes)
-        self.read_into(name, 0, [memoryview(data)], about.version)
-        return bytes(data)
+    def get(self, name: str) -> bytes | None:
+        try:
+            return bytes(self._files.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
 
-    def close(self) -> None:
-        pass  # fsspec shares its connections between file systems of the same arguments
+    def put(self, name: str, content: bytes, *, fresh: bool = False) -> bool:
+        self._make_folder(name)
+        self._files.pipe_file(self._path(name), content)
+        return True
+
+    def writer(self, name: str) -> ObjectWriter:
+        self._make_folder(name)
+        writer: ObjectWriter = self._files.open(self._path(name), "wb")
+        return writer
+
+    def move(self, name: str, to: str) -> None:
+        self._make_folder(to)
+        self._files.mv(self._path(name), self._path(to))
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+
+    def delete_folder(self, folder: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm(self._path(folder), recursive=True)
+
+    def files(self, folder: str) -> dict[str, int]:
+        self._files.invalidate_cache()
+        found = self._entries(folder) or []
+        return {name: info["size"] for name, info in _of_type("file", found).items()}
+
+    def modified_s(self, name: str) -> float:
+        try:
+            modified: datetime = self._files.modified(self._path(name))
+        except FileNotFoundError:
+            return float("inf")
+        return modified.timestamp()
+
+    def _make_folder(self, name: str) -> None:
+        self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _path(self, name: str) -> str:
         if self._location.scheme in HTTP:  # its paths are URLs
             return (self._location / name).address
-        return f"{self._root}/{name}" if name else self._root
-
-    def _label(self, name: str) -> str:
-        return f"{self.url}/{name}" if name else self.url
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def _call(
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
-        with self._secrets.errors(self._label(name), offset, nbytes, is_transient=_is_transient):
+        with self.secrets.errors(self.label(name), offset, nbytes, is_transient=_is_transient):
             return ask(self._path(name))
 
 
@@ -183,71 +202,3 @@ def _seconds(when: Any) -> float:
     if isinstance(when, datetime):
         return when.timestamp()
     return float(when) if isinstance(when, int | float) else 0.0
-
-
-class FsspecBucket:
-    """A `Bucket` through an fsspec file system.
-
-    Args:
-        url: URL of the root.
-        options: Arguments of the fsspec file system.
-    """
-
-    def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
-        self.secrets = Secrets(locate(url), options)
-        self._files, self._root = open_file_system(url, options)
-
-    def get(self, key: str) -> bytes | None:
-        try:
-            return bytes(self._files.cat_file(self._path(key)))
-        except FileNotFoundError:
-            return None
-
-    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
-        self._make_folder(key)
-        self._files.pipe_file(self._path(key), content)
-        return True
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            with suppress(FileNotFoundError):
-                self._files.rm_file(self._path(key))
-
-    def delete_folder(self, folder: str) -> None:
-        with suppress(FileNotFoundError):
-            self._files.rm(self._path(folder), recursive=True)
-
-    def files(self, folder: str) -> dict[str, int]:
-        return {name: info["size"] for name, info in _of_type("file", self._list(folder)).items()}
-
-    def folders(self) -> list[str]:
-        return sorted(_of_type("directory", self._list("")))
-
-    def modified_s(self, key: str) -> float:
-        try:
-            modified: datetime = self._files.modified(self._path(key))
-        except FileNotFoundError:
-            return float("inf")
-        return modified.timestamp()
-
-    def move(self, key: str, to: str) -> None:
-        self._make_folder(to)
-        self._files.mv(self._path(key), self._path(to))
-
-    def writer(self, key: str) -> ObjectWriter:
-        self._make_folder(key)
-        writer: ObjectWriter = self._files.open(self._path(key), "wb")
-        return writer
-
-    def _list(self, folder: str) -> Sequence[Mapping[str, Any]]:
-        self._files.invalidate_cache()
-        with suppress(FileNotFoundError):
-            found: Sequence[Mapping[str, Any]] = self._files.ls(self._path(folder), detail=True)
-            return found
-        return []
-
-    def _make_folder(self, key: str) -> None:
-        self._files.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
-
-    def _path(self, key: str) -> str:
-        return f"{self._root.rstrip('/')}/{key}" if key else self._root

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, take
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, take
 from fastload.storage.descriptors import DirectFile
 from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
@@ -30,7 +30,7 @@ _COLD_SHARE = 0.05  # that a file may lack in the page cache, and be mapped all 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Read access to a file or directory of a file system.
 
     Symbolic links are followed (the Hugging Face cache consists of them). Descriptors stay open, that of the
@@ -55,11 +55,10 @@ class LocalStorage:
     probes = True
 
     def __init__(self, root: str, io: str = "auto") -> None:
+        super().__init__(root)
         self._files: dict[str, _File] = {}
         self._folder: int | None = None
         self._io = io
-        self.url = root
-        self._count = ByteCounter()
         self._direct_count = ByteCounter()
         self._lock = threading.Lock()
         self._own = threading.local()
@@ -84,10 +83,6 @@ class LocalStorage:
     def _about(self, status: os.stat_result) -> FileStat:
         inode = f"{status.st_ino}:" if self._numbered else ""
         return FileStat(status.st_size, f"{inode}{status.st_mtime_ns}", status.st_mtime)
-
-    @property
-    def bytes_read(self) -> int:
-        return self._count.total
 
     @property
     def direct_bytes_read(self) -> int:

@@ -13,20 +13,21 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from fastload.errors import FastloadError, OptionError, StorageError
+from fastload.storage.process import registered_storages
 
 HTTP = frozenset("http https".split())
 OBJECT_STORES = frozenset("s3 s3a gs az adl azure abfs abfss".split())
 """Schemes of URLs that consist of a bucket and a key."""
 
-_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
-_URL = re.compile(rf"((?:{_SCHEME}::)*{_SCHEME})://(.*)", re.DOTALL)  # fsspec chains them: simplecache::s3://
-_ONE_SLASH = re.compile(rf"({_SCHEME}):/(?!/)(.*)", re.DOTALL)
+SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
+_URL = re.compile(rf"((?:{SCHEME}::)*{SCHEME})://(.*)", re.DOTALL)  # fsspec chains them: simplecache::s3://
+_ONE_SLASH = re.compile(rf"({SCHEME}):/(?!/)(.*)", re.DOTALL)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
 # A password with a slash in it, which libraries do not recognize.
 _BROKEN_USER = re.compile(
-    rf"({_SCHEME})(://)([^\s/?#:@\[]+:[^\s/?#@]*[^\s/?#@\d][^\s/?#@]*[/?#](?!/)[^\s@]*)@"
+    rf"({SCHEME})(://)([^\s/?#:@\[]+:[^\s/?#@]*[^\s/?#@\d][^\s/?#@]*[/?#](?!/)[^\s@]*)@"
 )
 
 
@@ -38,7 +39,7 @@ class _Patterns:
     """
 
     def __init__(self, ends: str) -> None:
-        self.user = re.compile(rf"({_SCHEME})(://?)([^/?#{ends}]*)@")
+        self.user = re.compile(rf"({SCHEME})(://?)([^/?#{ends}]*)@")
         self.query = re.compile(rf"(https?://[^?{ends}]*)\?[^{ends}]*", re.IGNORECASE)
         self.signed = re.compile(
             rf"([?&][^\s=&]*(?:sig|token|secret|passw|credential|delegation)[^\s=&]*)=[^&{ends}]*",
@@ -139,7 +140,7 @@ def _require_path(text: str, shown: str) -> None:
     from fsspec import available_protocols  # which takes longer to import than all of this module
 
     scheme = found[1].lower()
-    if scheme in OBJECT_STORES | HTTP | {"file", *available_protocols()}:
+    if scheme in OBJECT_STORES | HTTP | {"file", *registered_storages, *available_protocols()}:
         url = _shown(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
         raise OptionError(
             f"path={shown!r}: is {url!r} meant? Give a URL as text: a path object drops one of its slashes"

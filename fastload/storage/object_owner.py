@@ -229,7 +229,7 @@ def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str)
         parent: URL of the root.
     """
     removed, failures = [], []
-    for folder in bucket.folders():
+    for folder in bucket.folders("."):  # as names of pending directories begin
         if (name := saved_name(folder)) is None:
             continue
         keys = Keys(name, folder.split(".")[-2])

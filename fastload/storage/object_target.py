@@ -172,6 +172,7 @@ class ObjectTarget:
 
     def close(self) -> None:
         self._uploads.close()
+        self._bucket.close()
 
     @contextmanager
     def _errors(self, name: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:

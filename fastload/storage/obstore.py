@@ -26,7 +26,7 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import environment
-from fastload.storage.base import ByteCounter, FileStat, Folder, Names, ObjectWriter, fill
+from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, Storage, fill
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
@@ -210,7 +210,7 @@ def s3_settings(store: S3Store) -> dict[str, Any]:
     return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """Read access through obstore, which has its own network threads.
 
     A checkpoint costs one list request, and one range request for each header and each chunk.
@@ -228,18 +228,12 @@ class ObjectStorage:
         OptionError: The store does not accept the URL or an option.
     """
 
-    shared = True
-    probes = False
-    in_order = False
-    direct_bytes_read = 0
-
     def __init__(
         self, location: Location, names: Names, options: Mapping[str, Any], attempt_s: float
     ) -> None:
-        self.url = location.url
+        super().__init__(location)
+        self.secrets = Secrets(location, options)
         self._names = names
-        self._secrets = Secrets(location, options)
-        self._count = ByteCounter()
         self._is_http = location.scheme in HTTP
         self._is_signed = _is_signed(location, names)
         self._is_file = self._is_signed or _is_file(location, names)
@@ -252,10 +246,6 @@ class ObjectStorage:
             isinstance(self._store, S3Store) and s3_settings(self._store).get("s3_express")
         )
         self._known: dict[str, FileStat] = {}
-
-    @property
-    def bytes_read(self) -> int:
-        return self._count.total
 
     def stat(self, name: str) -> FileStat | None:
         if name in self._known:
@@ -343,12 +333,12 @@ class ObjectStorage:
         self._count.add(len(data))
         found = _stat(meta)
         if version and found.version != version:
-            raise StorageError(_REPLACED, self._label(name), offset, nbytes)
+            raise StorageError(_REPLACED, self.label(name), offset, nbytes)
         if len(data) != nbytes:
             # Only an object that is too short is a permanent error: a truncated response is not.
             message = f"got {len(data)} of {nbytes} bytes; the object has {found.nbytes}"
             transient = found.nbytes >= offset + nbytes
-            raise StorageError(message, self._label(name), offset, nbytes, transient=transient)
+            raise StorageError(message, self.label(name), offset, nbytes, transient=transient)
         fill(buffers, memoryview(data))
 
     def read_all(self, name: str, about: FileStat) -> bytes:
@@ -362,7 +352,7 @@ class ObjectStorage:
 
         data = self._call(name, get, 0, about.nbytes)
         if data is None:
-            raise StorageError(_REPLACED, self._label(name), 0, about.nbytes)
+            raise StorageError(_REPLACED, self.label(name), 0, about.nbytes)
         self._count.add(len(data))
         return data
 
@@ -375,13 +365,8 @@ class ObjectStorage:
     def _call(
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
-        with self._secrets.errors(
-            self._label(name), offset, nbytes, is_transient=is_transient, advice=advice
-        ):
+        with self.secrets.errors(self.label(name), offset, nbytes, is_transient=is_transient, advice=advice):
             return ask(self._key(name))
-
-    def _label(self, name: str) -> str:
-        return f"{self.url}/{name}" if name else self.url
 
 
 def _split(location: Location) -> tuple[Location, str]:
@@ -500,9 +485,10 @@ class ObstoreBucket:
         # Some stores and tools keep an empty object with the name of the folder itself.
         return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found if meta["path"] != folder}
 
-    def folders(self) -> list[str]:
+    def folders(self, prefix: str = "") -> Sequence[str]:
         found = self._ask(lambda: obstore.list_with_delimiter(self.store))["common_prefixes"]
-        return sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
+        names = sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
+        return [name for name in names if name.startswith(prefix)]
 
     def modified_s(self, key: str) -> float:
         try:
@@ -521,3 +507,6 @@ class ObstoreBucket:
             self._store_for_writers, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
         )
         return writer
+
+    def close(self) -> None:
+        pass  # obstore closes its connections with the store

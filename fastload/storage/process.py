@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from logging import Logger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.base.threads import ProcessLock
 from fastload.storage.descriptors import DescriptorPool
+
+if TYPE_CHECKING:
+    from fastload.storage.base import Storage
 
 read_descriptors = DescriptorPool(ProcessLock())
 """Descriptors of all files that are read: the limit is one for the whole process."""
@@ -19,6 +23,9 @@ read_descriptors = DescriptorPool(ProcessLock())
 living_saves: set[str] = set()
 """Tokens of this process's running saves to object stores. A save of this process that is missing here has
 ended, and its objects are orphans."""
+
+registered_storages: dict[str, Callable[..., Storage]] = {}
+"""What opens the storage of a URL scheme, as users registered it."""
 
 making_client = ProcessLock()
 """Held while the boto3 session creates a client, which is not thread-safe."""

@@ -59,7 +59,7 @@ def patiently(
         wait(pause_s)
 
 
-class PatientStorage:
+class PatientStorage(Storage):
     """A storage that retries after transient errors, with jitter, until a deadline.
 
     Args:
@@ -69,6 +69,7 @@ class PatientStorage:
     """
 
     def __init__(self, storage: Storage, *, retries: int, timeout_s: float) -> None:
+        super().__init__(storage.url)
         self._storage = storage
         self._retries = retries
         self._timeout_s = timeout_s
@@ -77,10 +78,6 @@ class PatientStorage:
         self._num_retries = 0
         self._listing: list[str] | None = None
         self._stats: dict[str, FileStat | None] = {}
-
-    @property
-    def url(self) -> str:
-        return self._storage.url
 
     @property
     def shared(self) -> bool:

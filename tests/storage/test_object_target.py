@@ -24,7 +24,7 @@ from fastload.saving.split import split_evenly
 from fastload.storage import Target, object_owner, open_target
 from fastload.storage import s3 as s3_uploads
 from fastload.storage.base import Keys
-from fastload.storage.fsspec import FsspecBucket
+from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.object_owner import OwnerFile
 from fastload.storage.object_target import ObjectTarget, Streams
 from fastload.storage.process import Owner
@@ -42,7 +42,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-class MortalBucket(FsspecBucket):
+class MortalBucket(FsspecStorage):
     """Ends the process at the n-th change, before or after it is made."""
 
     changes = ("put", "delete", "delete_folder", "move", "writer")
@@ -91,7 +91,7 @@ def save(target: Target, files: Mapping[str, bytes], *, overwrite: bool = False)
     target.close()
 
 
-def target_in(bucket: FsspecBucket, url: str, *, timeout_s: float = 5) -> ObjectTarget:
+def target_in(bucket: FsspecStorage, url: str, *, timeout_s: float = 5) -> ObjectTarget:
     return ObjectTarget(url, bucket, url.rpartition("/")[2], NAMES, Streams(bucket, timeout_s=timeout_s))
 
 
@@ -151,7 +151,7 @@ def test_the_rest_of_a_dead_publish_is_cleaned_from_beside_it(
         with pytest.raises(Killed):
             save(mortal(root, dies_at), NEW)
         monkeypatch.setattr(Owner, "is_gone", True)
-        other = target_in(FsspecBucket(root, {}), f"{root}/other")
+        other = target_in(FsspecStorage(root, {}), f"{root}/other")
         assert len(other.clean_abandoned()) == 1
         monkeypatch.undo()
         monkeypatch.setattr(object_owner, "_SETTLE_S", 0.01)
@@ -210,7 +210,7 @@ def test_what_a_save_could_not_remove_the_next_of_that_process_does(
 
 
 def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = target_in(FsspecBucket(root, {}), f"{root}/step")
+    other = target_in(FsspecStorage(root, {}), f"{root}/step")
     lease = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
     other._bucket.put(f"step/{SAVING_NAME}", json.dumps(lease).encode())
     other._bucket.put("step/a", b"half")
@@ -280,7 +280,7 @@ def test_a_save_that_was_taken_for_dead_does_not_commit(
 
 
 def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
-    target = target_in(FsspecBucket(root, {}), f"{root}/step", timeout_s=0.1)
+    target = target_in(FsspecStorage(root, {}), f"{root}/step", timeout_s=0.1)
     target.prepare([("a", 10)], overwrite=False)
     with pytest.raises(StorageError, match=r"step/a \[bytes 5-10\]: the bytes before it did not come"):
         target.write("a", 5, memoryview(b"56789"))
@@ -293,7 +293,7 @@ def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
 # S3
 
 
-class RefusingBucket(FsspecBucket):
+class RefusingBucket(FsspecStorage):
     """Whose writers take nothing, but only after a while."""
 
     def writer(self, key: str) -> Any:

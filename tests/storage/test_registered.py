@@ -1,0 +1,110 @@
+"""A storage that others wrote and registered: the example of docs/storage.md."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastload
+from fastload import OptionError, StorageError
+from fastload.storage.process import registered_storages
+from tests.dist.harness import ranks
+from tests.pages import page
+
+STORAGE, USE, CONTRACT = re.findall(
+    r"^```python\n(.*?)^```$", page("docs/storage.md").partition("## A storage of your own")[2], re.M | re.S
+)
+PAGE: dict[str, Any] = {"__name__": __name__}
+exec(compile(STORAGE + CONTRACT, "docs/storage.md", "exec"), PAGE)
+SqliteStorage = PAGE["SqliteStorage"]
+
+
+class TestSqlite(PAGE["TestSqlite"]):  # type: ignore[misc]
+    has_directories = False
+
+
+@pytest.fixture(autouse=True)
+def _register() -> Iterator[None]:
+    fastload.register_storage("sqlite", SqliteStorage)
+    yield
+    registered_storages.clear()
+
+
+@ranks(2)
+def test_ranks_save_and_load_together(rank: int, world: int, tmp_path: Path) -> None:
+    fastload.register_storage("sqlite", SqliteStorage)
+    given: dict[str, Any] = {"storage_options": {"database": str(tmp_path / "files.db")}}
+    weights = torch.arange(100_000.0)
+    fastload.save({"weights": weights, "rank": fastload.PerRank(rank)}, "sqlite://runs/1", **given)
+    state = {"weights": torch.zeros_like(weights), "rank": fastload.PerRank(-1)}
+    fastload.load("sqlite://runs/1", into=state, **given)
+    assert torch.equal(state["weights"], weights)
+    assert state["rank"].value == rank
+    assert fastload.verify("sqlite://runs/1", **given).num_files > 0
+    with pytest.raises(fastload.CheckpointExists, match=r"^sqlite://runs/1 exists already"):
+        fastload.save({"weights": weights}, "sqlite://runs/1", **given)
+
+
+def test_the_use_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"fastload": fastload, "model": torch.nn.Linear(3, 2)}
+    exec(USE, names)
+    assert names["state"]["step"] == 5
+    assert torch.equal(names["state"]["model"]["weight"], names["model"].weight)
+
+
+@pytest.mark.parametrize("scheme", ["", "file", "FILE", "my store", "my://", None, 3])
+def test_what_is_no_scheme_is_refused(scheme: Any) -> None:
+    with pytest.raises(OptionError, match=r"scheme=.*must be the text before"):
+        fastload.register_storage(scheme, SqliteStorage)
+
+
+def test_options_that_the_storage_does_not_take(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"cannot open sqlite://runs: .*'other'"):
+        fastload.inspect("sqlite://runs", storage_options={"database": tmp_path / "a.db", "other": 1})
+    fastload.register_storage("none", lambda url: None)
+    with pytest.raises(OptionError, match=r"cannot open none://a: its factory returned NoneType, not a fast"):
+        fastload.inspect("none://a")
+
+
+def test_a_storage_for_loads_only(tmp_path: Path) -> None:
+    class ReadOnly(fastload.Storage):
+        stat = SqliteStorage.stat
+
+        def list(self) -> Any: ...
+
+        def read_into(self, *_: Any, **__: Any) -> None: ...
+
+    fastload.register_storage("readonly", ReadOnly)
+    with pytest.raises(OptionError, match=r"cannot save to readonly://runs: ReadOnly is for loads only"):
+        fastload.save({"a": torch.ones(2)}, "readonly://runs/1")
+    with pytest.raises(OptionError, match=r"is 'readonly://a' meant\?"):
+        fastload.inspect("readonly:/a")
+
+
+def test_credentials_stay_out_of_errors(tmp_path: Path) -> None:
+    class Failing(SqliteStorage):  # type: ignore[misc, valid-type]
+        def __init__(self, url: str, password: str) -> None:
+            super().__init__(url, str(tmp_path / "files.db"))
+            self.password = password
+
+        def ask(self, statement: str, *values: Any) -> Any:
+            if statement.startswith("INSERT"):
+                raise sqlite3.OperationalError(f"no room for {self.password}")
+            return super().ask(statement, *values)
+
+        def __init_subclass__(cls) -> None: ...
+
+    fastload.register_storage("failing", Failing)
+    with pytest.raises(StorageError, match=r"no room for \*\*\*.*|failing://me:\*\*\*@db/runs/1") as raised:
+        fastload.save(
+            {"a": torch.ones(2)}, "failing://me:hush-hush@db/runs/1", storage_options={"password": "sesame-1"}
+        )
+    assert "hush-hush" not in str(raised.value)
+    assert "sesame-1" not in str(raised.value)
