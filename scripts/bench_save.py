@@ -342,13 +342,15 @@ def slow_rows(
     without = {"every": every, "num_saves": saves, "root": None}
     dist.barrier()
     interval_s = save_slow.agreed(save_slow.train(job, **without)["seconds"] / saves)
-    rows = [defaultdict(list, arm=f"in_flight={number}", number=number, asked=saves) for number in (1, 2)]
+    rows = [
+        defaultdict(list, arm=f"max_pending_saves={number}", number=number, asked=saves) for number in (1, 2)
+    ]
     for row in rows:
         row["save_s"] = takes * interval_s
     with save_slow.storage_that_takes(takes * interval_s):
         for turn, row in itertools.product(range(repeats), rows):
             with fresh_path(folder) as path:
-                given = {**without, "root": path, "in_flight": row["number"]}
+                given = {**without, "root": path, "max_pending_saves": row["number"]}
                 pair = [("base_", without), ("", given)]  # side by side, and not always the same one first
                 for field, which in pair if turn % 2 else reversed(pair):
                     dist.barrier()

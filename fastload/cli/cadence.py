@@ -108,7 +108,7 @@ _memory_options = option_group(
     "--budget", type=FRACTION, default="3.5%", show_default=True, help="Largest share of time in stalls."
 )
 @click.option(
-    "--in-flight", type=COUNT, default="1", show_default=True, help="Saves that storage gains from at once."
+    "--concurrent-saves", type=COUNT, default="1", show_default=True, help="Saves that are written at once."
 )
 @_memory_options
 @click.option("--png", type=PNG, help="Draw the ETTR over the interval into this file.")
@@ -127,7 +127,7 @@ def cadence(
     failures: float,
     restart: float,
     budget: float,
-    in_flight: int,
+    concurrent_saves: int,
     memory: _Memory,
     png: str | None,
     as_csv: bool,
@@ -152,8 +152,10 @@ def cadence(
         mtbf = theory.job_mtbf_s(num_hosts, failures / 1000 / 86400)
         why_mtbf = f"{num_hosts:,} hosts, {failures:g} failures per 1000 host-days"
     costs = asdict(storage)
-    best = theory.recommend(**costs, mtbf_s=mtbf, budget=budget, saves_in_flight=in_flight, step_s=step)
-    rules = _rules(best, storage, mtbf, budget=budget, saves_in_flight=in_flight, step_s=step)
+    best = theory.recommend(
+        **costs, mtbf_s=mtbf, budget=budget, concurrent_saves=concurrent_saves, step_s=step
+    )
+    rules = _rules(best, storage, mtbf, budget=budget, concurrent_saves=concurrent_saves, step_s=step)
     if png is not None:
         draw_ettr(png, rules, best, storage, mtbf)
     both = None
@@ -187,7 +189,7 @@ def cadence(
                 "mtbf_s": mtbf,
                 "step_s": step,
                 "budget": budget,
-                "saves_in_flight": in_flight,
+                "concurrent_saves": concurrent_saves,
                 "recommendation": asdict(best),
                 "rules": rules,
                 "memory": both and both.to_dict(),
@@ -244,7 +246,7 @@ def _rules(
     mtbf_s: float,
     *,
     budget: float,
-    saves_in_flight: int,
+    concurrent_saves: int,
     step_s: float | None,
 ) -> list[dict[str, Any]]:
     """Returns what each published rule says, and what would come of it, as rows."""
@@ -270,25 +272,25 @@ def _rules(
             row("at least", f"budget of {budget * 100:.3g} %", theory.budget_interval_s(stall_s, budget)),
         ]
     if storage.background_s:
-        rows.append(row("at least", *_write_rule(storage, saves_in_flight, 1 + budget, step_s)))
+        rows.append(row("at least", *_write_rule(storage, concurrent_saves, 1 + budget, step_s)))
     return [*rows, row("", "recommended", best.interval_s)]
 
 
 def _write_rule(
-    storage: Tier, saves_in_flight: int, slowdown: float, step_s: float | None
+    storage: Tier, concurrent_saves: int, slowdown: float, step_s: float | None
 ) -> tuple[str, float]:
     """Returns the rule by which saves do not catch up with each other, and its interval in seconds."""
     stall_s, write_s = storage.stall_s, storage.background_s
-    if saves_in_flight == 1:
+    if concurrent_saves == 1:
         if step_s is None:
             return "CheckFreq", write_s
         steps = theory.checkfreq_steps(checkpoint_s=stall_s + write_s, stall_s=stall_s, step_s=step_s)
         return "CheckFreq", steps * step_s
-    rule = f"PCcheck, {saves_in_flight} in flight"
+    rule = f"PCcheck, {concurrent_saves} saves at once"
     if step_s is None:
-        return rule, write_s / (saves_in_flight * slowdown)
+        return rule, write_s / (concurrent_saves * slowdown)
     steps = theory.pccheck_steps(
-        write_s=write_s, step_s=step_s, saves_in_flight=saves_in_flight, slowdown=slowdown
+        write_s=write_s, step_s=step_s, concurrent_saves=concurrent_saves, slowdown=slowdown
     )
     return rule, steps * step_s
 

@@ -169,15 +169,15 @@ def budget_interval_s(stall_s: float, budget: float) -> float:
     return stall_s / budget
 
 
-def pccheck_steps(*, write_s: float, step_s: float, saves_in_flight: int, slowdown: float) -> int:
-    """Returns the least interval in steps with several saves in flight: ⌈T_w/(N·q·t)⌉, at least 1.
+def pccheck_steps(*, write_s: float, step_s: float, concurrent_saves: int, slowdown: float) -> int:
+    """Returns the least interval in steps with several saves at once: ⌈T_w/(N·q·t)⌉, at least 1.
 
     Strati et al., "PCcheck: Persistent Concurrent Checkpointing for ML", ASPLOS 2025.
 
     Args:
         write_s: Time T_w until a save is durable.
         step_s: Time t of a training step.
-        saves_in_flight: Saves N that may be under way at once.
+        concurrent_saves: Saves N that may be under way at once.
         slowdown: Time that training may take q, with 1 for as long as without saves, 1.035 for 3.5 % more.
 
     Raises:
@@ -185,10 +185,10 @@ def pccheck_steps(*, write_s: float, step_s: float, saves_in_flight: int, slowdo
     """
     require_not_negative(write_s=write_s)
     require_positive(step_s=step_s)
-    require_whole(saves_in_flight=saves_in_flight)
+    require_whole(concurrent_saves=concurrent_saves)
     if not (math.isfinite(slowdown) and slowdown >= 1):
         raise OptionError(f"slowdown={slowdown!r}: must be a number, at least 1")
-    return _whole_steps(write_s, saves_in_flight * slowdown * step_s)
+    return _whole_steps(write_s, concurrent_saves * slowdown * step_s)
 
 
 def recoverable_probability(*, num_hosts: int, copies: int, failures: int) -> float:
@@ -270,13 +270,13 @@ def recommend(
     mtbf_s: float,
     restart_s: float = DEFAULT_RESTART_S,
     budget: float = DEFAULT_BUDGET,
-    saves_in_flight: int = 1,
+    concurrent_saves: int = 1,
     step_s: float | None = None,
 ) -> Recommendation:
     """Recommends one interval: the peak of the ETTR curve, unless saves or stalls would be too many.
 
     Not shorter than what lets a save end before its place is wanted again (`checkfreq_steps`; with several
-    in flight `pccheck_steps` without a slowdown), nor than what keeps stalls within the budget. A failure
+    at once `pccheck_steps` without a slowdown), nor than what keeps stalls within the budget. A failure
     loses what was trained since the last *durable* save began, so the time in the background counts with
     the restart when the ETTR is worked out.
 
@@ -286,7 +286,7 @@ def recommend(
         mtbf_s: Mean time between failures of the job.
         restart_s: Time from a failure until training goes on.
         budget: Largest stall ÷ interval.
-        saves_in_flight: Saves that may be under way at once.
+        concurrent_saves: Saves that may be under way at once.
         step_s: Time of a training step; None if it is not known.
 
     Raises:
@@ -294,17 +294,17 @@ def recommend(
     """
     require_positive(mtbf_s=mtbf_s, budget=budget, **({} if step_s is None else {"step_s": step_s}))
     require_not_negative(stall_s=stall_s, background_s=background_s, restart_s=restart_s)
-    require_whole(saves_in_flight=saves_in_flight)
+    require_whole(concurrent_saves=concurrent_saves)
     tier = Tier(stall_s, background_s, restart_s)
     _require_progress(mtbf_s, tier.lost_s)
-    return _recommend(tier, mtbf_s, budget, saves_in_flight, step_s)
+    return _recommend(tier, mtbf_s, budget, concurrent_saves, step_s)
 
 
 def _recommend(
     tier: Tier,
     mtbf_s: float,
     budget: float,
-    saves_in_flight: int,
+    concurrent_saves: int,
     step_s: float | None,
     *,
     margin: float = 1.0,
@@ -312,7 +312,7 @@ def _recommend(
     """Does what `recommend` says, with lower bounds that are so many times higher."""
     peak_s = _peak_s(tier.stall_s, mtbf_s, tier.lost_s)
     budget_s = margin * budget_interval_s(tier.stall_s, budget)
-    written_s = margin * tier.background_s / saves_in_flight
+    written_s = margin * tier.background_s / concurrent_saves
     written = f"a save is written in {format_duration(tier.background_s)}"
     candidates = (
         (peak_s, "the peak of the ETTR curve: more often costs more in stalls than it saves in lost work"),
@@ -320,8 +320,8 @@ def _recommend(
         (
             written_s,
             f"the save before has to be done: {written}"
-            if saves_in_flight == 1
-            else f"{saves_in_flight} saves in flight are the most: {written}",
+            if concurrent_saves == 1
+            else f"at most {concurrent_saves} saves at once: {written}",
         ),
     )
     interval_s, why = max(candidates, key=lambda candidate: candidate[0])
@@ -485,7 +485,7 @@ class AdaptiveInterval:
         mtbf_s: Mean time between failures of the job.
         restart_s: Time from a failure until training goes on.
         budget: Largest stall ÷ interval.
-        saves_in_flight: Saves that may be under way at once.
+        concurrent_saves: Saves that may be under way at once.
         interval_steps: Steps between saves: what to start with, then what was worked out.
         why: What decided it, in words.
         saves: The measurements that count.
@@ -494,7 +494,7 @@ class AdaptiveInterval:
     mtbf_s: float
     restart_s: float
     budget: float
-    saves_in_flight: int
+    concurrent_saves: int
     interval_steps: int
     why: str = "nothing has been measured yet"
     saves: tuple[MeasuredSave, ...] = ()
@@ -502,7 +502,7 @@ class AdaptiveInterval:
     def __post_init__(self) -> None:
         require_positive(mtbf_s=self.mtbf_s, budget=self.budget)
         require_not_negative(restart_s=self.restart_s)
-        require_whole(saves_in_flight=self.saves_in_flight, interval_steps=self.interval_steps)
+        require_whole(concurrent_saves=self.concurrent_saves, interval_steps=self.interval_steps)
         _require_progress(self.mtbf_s, self.restart_s)
 
     def measured(self, save: MeasuredSave) -> AdaptiveInterval:
@@ -520,7 +520,7 @@ class AdaptiveInterval:
             tier,
             self.mtbf_s,
             self.budget,
-            self.saves_in_flight,
+            self.concurrent_saves,
             median(save.step_s for save in saves),
             margin=_DEAD_BAND,  # so that the bounds hold anywhere inside of the dead band
         )

@@ -56,10 +56,11 @@ class CheckpointManager:
 
     The next call that all ranks make raises the error of a failed save in the background on all of them.
 
-    With `in_flight` above 1 a save does not wait until the last one is written: copies of the state wait in
-    memory, and are written one after the other. If storage is slower than the training saves, a waiting copy
-    is dropped for a newer one; the log and `SaveReport.came_instead_of` name it. Copies that `keep_every` or
-    `best` name, and those saved after a signal, are never dropped: if only such copies wait, training waits.
+    With `max_pending_saves` above 1 a save does not wait until the last one is written: copies of the state
+    wait in memory, and are written one after the other. If storage is slower than the training saves, a
+    waiting copy is dropped for a newer one; the log and `SaveReport.came_instead_of` name it. Copies that
+    `keep_every` or `best` name, and those saved after a signal, are never dropped: if only such copies wait,
+    training waits.
 
     Args:
         root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
@@ -78,8 +79,8 @@ class CheckpointManager:
         keep_every_seconds: Also keeps one checkpoint in so many seconds.
         best: A metric and ``min`` or ``max``, such as ``("loss", "min")``; also keeps the best checkpoint.
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
-        in_flight: Most copies of the state at once, written or waiting. The first save allocates the memory
-            of all.
+        max_pending_saves: Most copies of the state at once, written or waiting. The first save allocates the
+            memory of all.
         memory: Also saves to the memory of the hosts: a directory on each host, such as one of a tmpfs or of
             a fast local disk, or ``auto`` for ``/dev/shm`` (or a larger tmpfs).
         memory_every_steps: Steps between saves to memory.
@@ -110,7 +111,7 @@ class CheckpointManager:
         keep_every_seconds: float | None = None,
         best: tuple[str, str] | None = None,
         async_: bool = True,
-        in_flight: int = 1,
+        max_pending_saves: int = 1,
         memory: str | os.PathLike[str] | None = None,
         memory_every_steps: int | None = None,
         memory_every_seconds: float | None = None,
@@ -142,7 +143,7 @@ class CheckpointManager:
                 ),
                 async_,
                 replace(options if options is not None else SaveOptions(), overwrite=True),
-                in_flight,
+                max_pending_saves,
                 directory,
             )
 
@@ -165,7 +166,7 @@ class CheckpointManager:
         self._history = History(world, self._catalog, lists=lists, process_group=process_group)
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
-        self._pending = PendingSaves(world, policy.in_flight, policy.retention)
+        self._pending = PendingSaves(world, policy.max_pending_saves, policy.retention)
         self._schedule = SaveSchedule(world, policy.interval, self._pending, self._tier)
         self._cleaner: Cleaner | None = None
         if cleans:
@@ -258,9 +259,9 @@ class CheckpointManager:
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
         """Saves a state as the checkpoint of a step: to storage, to memory or to both.
 
-        The last `should_save` decided where; without one for this step it is storage. If `in_flight` copies
-        exist already, it first waits for one of them. Errors of the memory tier are warnings, and the next
-        save to memory tries again.
+        The last `should_save` decided where; without one for this step it is storage. If `max_pending_saves`
+        copies exist already, it first waits for one of them. Errors of the memory tier are warnings, and the
+        next save to memory tries again.
 
         Args:
             step: The step, from 0 on.

@@ -23,7 +23,7 @@ class Policy:
         retention: Which checkpoints to keep.
         async_: Whether to save in the background.
         options: How to save.
-        in_flight: Most copies of the state at once.
+        max_pending_saves: Most copies of the state at once.
         memory: Directory of the memory tier on each host, or ``auto``; None without a tier.
 
     Raises:
@@ -35,15 +35,16 @@ class Policy:
     retention: Retention
     async_: bool
     options: SaveOptions
-    in_flight: int = 1
+    max_pending_saves: int = 1
     memory: str | None = None
 
     def __post_init__(self) -> None:
-        if type(self.in_flight) is not int or self.in_flight < 1:
-            raise OptionError(f"in_flight={self.in_flight!r}: must be a number of at least 1")
-        if self.in_flight > 1 and not self.async_:
+        if type(self.max_pending_saves) is not int or self.max_pending_saves < 1:
+            raise OptionError(f"max_pending_saves={self.max_pending_saves!r}: must be a number of at least 1")
+        if self.max_pending_saves > 1 and not self.async_:
             raise OptionError(
-                f"in_flight={self.in_flight}: needs async_=True, since other saves end before they return"
+                f"max_pending_saves={self.max_pending_saves}: needs async_=True, since other saves end "
+                "before they return"
             )
 
     def shared_values(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Policy:
             **asdict(self.retention),
             "best": list(best) if best is not None else None,
             "async_": self.async_,
-            "in_flight": self.in_flight,  # not `memory`, which may differ between hosts
+            "max_pending_saves": self.max_pending_saves,  # not `memory`, which may differ between hosts
             **self.options.shared_values(),
         }
 

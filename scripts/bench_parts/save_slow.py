@@ -41,7 +41,7 @@ def storage_that_takes(seconds: float) -> Iterator[None]:
 
 
 def train(
-    job: Training, *, every: int, num_saves: int, root: Path | None, in_flight: int = 1
+    job: Training, *, every: int, num_saves: int, root: Path | None, max_pending_saves: int = 1
 ) -> dict[str, Any]:
     """Trains, and saves every so many steps; what is still being written in the end is waited for afterwards.
 
@@ -50,7 +50,7 @@ def train(
         every: Steps between saves.
         num_saves: So many are asked for.
         root: Where to; None saves nothing.
-        in_flight: As for `CheckpointManager`.
+        max_pending_saves: As for `CheckpointManager`.
 
     Returns:
         Seconds that the steps and the saves between them took, and how many checkpoints were written.
@@ -61,7 +61,9 @@ def train(
         return {"seconds": time.perf_counter() - began, "written": 0}
     reports: list[Any] = []
     options = SaveOptions(on_report=reports.append)
-    with CheckpointManager(root, in_flight=in_flight, keep_last=1, options=options) as manager:
+    with CheckpointManager(
+        root, max_pending_saves=max_pending_saves, keep_last=1, options=options
+    ) as manager:
         manager.save(0, job.state())  # takes the memory
         manager.wait()
         dist.barrier()

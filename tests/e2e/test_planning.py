@@ -181,8 +181,8 @@ def test_cadence_as_json_and_csv() -> None:
     assert rules["budget of 3.5 %"]["overhead"] == pytest.approx(0.035)
     assert rules["Young"]["interval_s"] == pytest.approx((2 * 5 * found["mtbf_s"]) ** 0.5)
     assert [row["rule"] for row in as_csv(*JOB)] == list(rules)
-    both = as_json(*JOB, "--in-flight", "3")["rules"]
-    assert "PCcheck, 3 in flight" in [row["rule"] for row in both]
+    both = as_json(*JOB, "--concurrent-saves", "3")["rules"]
+    assert "PCcheck, 3 saves at once" in [row["rule"] for row in both]
 
 
 def test_cadence_of_memory_and_storage() -> None:
@@ -216,7 +216,7 @@ def test_a_save_that_is_not_asynchronous() -> None:
     "facts",
     [
         "--stall 5s --background 49s --mtbf 28h --step 6s",
-        "--stall 0s --background 10min --mtbf 40h --step 6s --in-flight 2",
+        "--stall 0s --background 10min --mtbf 40h --step 6s --concurrent-saves 2",
         "--stall 30s --background 10min --mtbf 40min",
         "--stall 1ms --mtbf 1000d --step 1ms",
         "--stall 10d --mtbf 50d",

@@ -83,11 +83,11 @@ def test_the_budget_of_checkfreq() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "slowdown", "steps"), [(1, 1, 60), (2, 1, 30), (4, 1.05, 15), (99, 1, 1)]
+    ("concurrent_saves", "slowdown", "steps"), [(1, 1, 60), (2, 1, 30), (4, 1.05, 15), (99, 1, 1)]
 )
-def test_pccheck(in_flight: int, slowdown: float, steps: int) -> None:
-    found = pccheck_steps(write_s=60, step_s=1, saves_in_flight=in_flight, slowdown=slowdown)
-    assert found == steps == max(1, math.ceil(60 / (in_flight * slowdown * 1)))
+def test_pccheck(concurrent_saves: int, slowdown: float, steps: int) -> None:
+    found = pccheck_steps(write_s=60, step_s=1, concurrent_saves=concurrent_saves, slowdown=slowdown)
+    assert found == steps == max(1, math.ceil(60 / (concurrent_saves * slowdown * 1)))
 
 
 @pytest.mark.parametrize(("failures", "probability"), [(1, 1.0), (2, 0.933), (3, 0.80)])
@@ -126,7 +126,7 @@ def test_recommended_is_the_peak_where_nothing_forbids_it() -> None:
     ("change", "steps", "words"),
     [
         ({"background_s": 7200.0}, 1200, "the save before has to be done: a save is written in 2 h"),
-        ({"background_s": 7200.0, "saves_in_flight": 4}, 300, "4 saves in flight are the most"),
+        ({"background_s": 7200.0, "concurrent_saves": 4}, 300, "at most 4 saves at once"),
         ({"budget": 0.001}, 834, "the budget: more often, stalls take more than 0.1 % of the time"),
         ({"stall_s": 0.0, "background_s": 0.0}, 1, "every step"),
         ({"stall_s": 0.0, "background_s": 6.0}, 1, "every step"),
@@ -150,15 +150,19 @@ def test_without_the_time_of_a_step() -> None:
 times = st.floats(0, 1e4)
 
 
-@given(stall_s=times, background_s=times, step_s=st.floats(0.01, 100), in_flight=st.integers(1, 5))
+@given(stall_s=times, background_s=times, step_s=st.floats(0.01, 100), concurrent_saves=st.integers(1, 5))
 def test_a_recommendation_keeps_every_bound(
-    stall_s: float, background_s: float, step_s: float, in_flight: int
+    stall_s: float, background_s: float, step_s: float, concurrent_saves: int
 ) -> None:
     best = recommend(
-        stall_s=stall_s, background_s=background_s, mtbf_s=1e6, step_s=step_s, saves_in_flight=in_flight
+        stall_s=stall_s,
+        background_s=background_s,
+        mtbf_s=1e6,
+        step_s=step_s,
+        concurrent_saves=concurrent_saves,
     )
     assert isinstance(best, Recommendation)
-    assert best.interval_s * (1 + 1e-6) * in_flight >= background_s
+    assert best.interval_s * (1 + 1e-6) * concurrent_saves >= background_s
     assert best.overhead <= 0.035 * (1 + 1e-6)
     assert 0 <= best.ettr <= 1
 
@@ -173,7 +177,7 @@ def test_a_recommendation_keeps_every_bound(
         ({"background_s": float("inf")}, "background_s=inf"),
         ({"step_s": 0.0}, "step_s=0.0"),
         ({"budget": 0.0}, "budget=0.0"),
-        ({"saves_in_flight": 0}, "saves_in_flight=0"),
+        ({"concurrent_saves": 0}, "concurrent_saves=0"),
         ({"restart_s": -5.0}, "restart_s=-5.0"),
     ],
 )
@@ -190,7 +194,7 @@ def test_formulas_refuse_bad_numbers() -> None:
         lambda: daly_s(1, 0),
         lambda: ettr(0, stall_s=1, mtbf_s=1, restart_s=1),
         lambda: checkfreq_steps(checkpoint_s=1, stall_s=1, step_s=0),
-        lambda: pccheck_steps(write_s=1, step_s=1, saves_in_flight=1, slowdown=0.035),
+        lambda: pccheck_steps(write_s=1, step_s=1, concurrent_saves=1, slowdown=0.035),
         lambda: recoverable_probability(num_hosts=4, copies=5, failures=1),
         lambda: recoverable_probability(num_hosts=4, copies=2, failures=5),
     ):
@@ -202,7 +206,7 @@ def test_formulas_refuse_bad_numbers() -> None:
 
 
 def controller(**change: Any) -> AdaptiveInterval:
-    facts = {"mtbf_s": 1e5, "restart_s": 300.0, "budget": 0.035, "saves_in_flight": 1, "interval_steps": 10}
+    facts = {"mtbf_s": 1e5, "restart_s": 300.0, "budget": 0.035, "concurrent_saves": 1, "interval_steps": 10}
     return AdaptiveInterval(**{**facts, **change})
 
 
@@ -259,8 +263,11 @@ saves = st.builds(
 
 
 @given(st.lists(saves, max_size=20), st.integers(1, 4))
-def test_deterministic_and_within_the_bounds(measured: list[MeasuredSave], in_flight: int) -> None:
-    first, second = controller(saves_in_flight=in_flight), controller(saves_in_flight=in_flight)
+def test_deterministic_and_within_the_bounds(measured: list[MeasuredSave], concurrent_saves: int) -> None:
+    first, second = (
+        controller(concurrent_saves=concurrent_saves),
+        controller(concurrent_saves=concurrent_saves),
+    )
     for save in measured:
         first, second = first.measured(save), second.measured(save)
         assert first == second
@@ -272,7 +279,9 @@ def test_deterministic_and_within_the_bounds(measured: list[MeasuredSave], in_fl
         if len(first.saves) % 2:
             step_s, stall_s, background_s = (values[len(values) // 2] for values in middle)
             interval_s = first.interval_steps * step_s * (1 + 1e-6)
-            assert interval_s * in_flight >= background_s, "a save ends before its place is wanted again"
+            assert interval_s * concurrent_saves >= background_s, (
+                "a save ends before its place is wanted again"
+            )
             assert stall_s <= 0.035 * interval_s, "stalls stay within the budget"
 
 
@@ -298,7 +307,7 @@ def test_measurements_that_are_none(save: MeasuredSave) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"mtbf_s": 0}, {"budget": -1}, {"interval_steps": 0}, {"saves_in_flight": 0}, {"mtbf_s": 100}],
+    [{"mtbf_s": 0}, {"budget": -1}, {"interval_steps": 0}, {"concurrent_saves": 0}, {"mtbf_s": 100}],
     ids=str,
 )
 def test_controllers_that_cannot_be(change: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ def manage(root: Path, reports: list[SaveReport] | None = None, **arguments: Any
     on_report = reports.append if reports is not None else None
     timeout_s = arguments.pop("timeout_s", PATIENCE_S)
     options = SaveOptions(timeout_s=timeout_s, writers="all", block_bytes=4096, on_report=on_report)
-    return CheckpointManager(root, **{"options": options, "in_flight": 2, **arguments})
+    return CheckpointManager(root, **{"options": options, "max_pending_saves": 2, **arguments})
 
 
 def require_whole(manager: CheckpointManager, *steps: int) -> None:
@@ -188,7 +188,7 @@ def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> 
         with (
             storage.in_place(),
             warned("fastload.training.pending") as lines,
-            manage(root, in_flight=num_slots, keep_every=1) as manager,
+            manage(root, max_pending_saves=num_slots, keep_every=1) as manager,
         ):
             for step in range(1, num_slots + 1):
                 manager.save(step, training.at(step))
@@ -235,7 +235,10 @@ def test_ranks_that_do_not_keep_step_write_the_same(rank: int, world: int, tmp_p
         real(target, *given)
 
     LocalTarget.write = write  # type: ignore[method-assign]
-    with storage.in_place(), manage(tmp_path, reports, in_flight=3, keep_last=2, keep_every=20) as manager:
+    with (
+        storage.in_place(),
+        manage(tmp_path, reports, max_pending_saves=3, keep_last=2, keep_every=20) as manager,
+    ):
         for step in range(1, 61):
             time.sleep(random.uniform(0, 0.02))
             manager.save(step, training.at(step))
@@ -422,6 +425,10 @@ def test_killed_in_every_stage(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_wrong_arguments(rank: int, world: int, tmp_path: Path) -> None:
-    for wrong in ({"in_flight": 0}, {"in_flight": 2.0}, {"in_flight": 2, "async_": False}):
-        with pytest.raises(OptionError, match="in_flight"):
+    for wrong in (
+        {"max_pending_saves": 0},
+        {"max_pending_saves": 2.0},
+        {"max_pending_saves": 2, "async_": False},
+    ):
+        with pytest.raises(OptionError, match="max_pending_saves"):
             manage(tmp_path, **wrong)
