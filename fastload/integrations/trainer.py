@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
-from fastload import LoadOptions, PerRank, SaveOptions, load
+from fastload import LoadOptions, PerRank, SaveOptions, load, random_state
 from fastload import open as open_checkpoint
 from fastload.integrations.directory_save import DirectorySave, clear_pending
 from fastload.integrations.frameworks import (
@@ -113,7 +111,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         model = self._bare_model()
         states: dict[str, Any] = {"": named_weights(model, state_to_save(model))}
         if not self.args.save_only_model:
-            states[TRAINING_STATE] = self._training_state(_random_states())
+            states[TRAINING_STATE] = self._training_state(random_state())
         options = replace(self.save_options or SaveOptions(), overwrite=True)
         path = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self._pending = DirectorySave(
@@ -181,13 +179,14 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         )
 
     def _training_state(self, random_states: Any) -> dict[str, Any]:
+        """Returns what a training needs to resume besides its weights, to be saved or restored."""
         state = {
-            "optimizer": self.optimizer.optimizer.state_dict(),
-            "scheduler": self.lr_scheduler.state_dict(),
-            "random_states": PerRank(random_states),
+            "optimizer": self.optimizer.optimizer,
+            "scheduler": self.lr_scheduler,
+            "random_states": random_states,
         }
         scaler = getattr(self.accelerator, "scaler", None)
-        return state if scaler is None else {**state, "scaler": scaler.state_dict()}
+        return state if scaler is None else {**state, "scaler": scaler}
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         self._end_save()
@@ -215,13 +214,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         folder = os.path.join(checkpoint, TRAINING_STATE)
         if not is_fastload_checkpoint(folder):
             return  # save_only_model
-        scaler = getattr(self.accelerator, "scaler", None)
-        parts = {
-            "optimizer": self.optimizer.optimizer,
-            "scheduler": self.lr_scheduler,
-            "random_states": PerRank(None),
-            **({} if scaler is None else {"scaler": scaler}),
-        }
+        parts = self._training_state(PerRank(None))  # to be set later, once the Trainer has skipped batches
         # Like the Trainer, on another number of ranks go on without the random states.
         options = replace(self.load_options or LoadOptions(), per_rank_mismatch="skip")
         load(folder, into=parts, strict=False, options=options)
@@ -235,7 +228,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         if checkpoint is None or not is_fastload_checkpoint(checkpoint):
             super()._load_rng_state(checkpoint)
         elif self._own_random_states is not None:
-            _set_random_states(self._own_random_states)
+            # Older checkpoints call the state of torch on the CPU "cpu".
+            states = {"torch": self._own_random_states.get("cpu"), **self._own_random_states}
+            random_state().load_state_dict(states)
 
     def _load_weights(self, path: str, model: Any) -> None:
         weights = _untied(model, live_state(model))
@@ -307,23 +302,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return local.data_ptr() == other_local.data_ptr() and one.shape == other.shape
 
 
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    return {**states, **{kind: module.get_rng_state_all() for kind, module in _accelerator().items()}}
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["cpu"])
-    for kind, module in _accelerator().items():
-        if kind in states:
-            module.set_rng_state_all(states[kind])
-
-
-def _accelerator() -> dict[str, Any]:
-    """Returns type → torch module of the accelerator of this process; empty without one."""
+def _accelerator() -> set[str]:
+    """Returns the type of the accelerator of this process; empty without one."""
     device = torch.accelerator.current_accelerator()
-    if device is None or not torch.accelerator.is_available():
-        return {}
-    return {device.type: torch.get_device_module(device)}
+    return set() if device is None or not torch.accelerator.is_available() else {device.type}
