@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import pickle
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, SavePlanner, StorageWriter
@@ -30,6 +33,9 @@ from fastload.options import SaveOptions
 from fastload.saving import save as saving
 from fastload.saving.call import make_call
 from fastload.saving.handle import raise_unseen
+from fastload.storage.process import warn_once
+
+_log = logging.getLogger(__name__)
 
 
 class Writer(DcpStorage, StorageWriter):
@@ -83,6 +89,20 @@ class Writer(DcpStorage, StorageWriter):
         """
         self._required_path()
         self._has_collectives = kwargs.get("use_collectives", True)
+        if self._has_collectives and self._meets_training():
+            warn_once(
+                _log,
+                "dcp.async_save runs its collectives in the background, in the default process group over "
+                "Gloo. If training communicates in this group meanwhile, the job hangs: give dcp.async_save "
+                "and Writer a process_group= of their own, torch.distributed.new_group(backend='gloo')",
+            )
+
+    def _meets_training(self) -> bool:
+        """Whether collectives of this save could meet those of training."""
+        if threading.current_thread() is threading.main_thread() or not dist.is_initialized():
+            return False
+        is_default = self._process_group in (None, dist.group.WORLD)
+        return is_default and dist.get_world_size() > 1 and dist.get_backend() == "gloo"
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Returns the plan unchanged; remembers it, since the final one may leave out what others write."""
