@@ -46,8 +46,8 @@ def load(
     their tensors, or all ranks raise.
 
     Args:
-        path: A ``.safetensors`` file, a file of ``torch.save``, or a directory with an index or several such
-            files; a local path or a URL.
+        path: A ``.safetensors`` file, a file of ``torch.save``, or a directory of `save`, ``dcp.save`` or
+            several such files, with or without an index; a local path or a URL.
         into: The state to restore, such as the dict that `save` was given: nested dicts, lists and tuples of
             tensors, modules, optimizers, other objects with ``load_state_dict``, and plain values. Each rank
             may have its own.
@@ -74,14 +74,14 @@ def load(
             same. If not, names that only one side has are ignored. Another kind, shape or dtype remains an
             error, and so does a checkpoint without any tensor of `into`, or with names that differ by the
             ``module.`` or ``_orig_mod.`` of a wrapper.
-        storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition to
-            credentials and endpoints from the environment.
+        storage_options: Passed on to obstore (object stores, HTTP), fsspec (other URLs) or a registered
+            `Storage`, in addition to credentials and endpoints from the environment.
         options: How to load; None for the defaults.
 
     Returns:
-        The state as `fastload.save`, ``torch.save`` or ``dcp.save`` was given it, with this rank's value for
-        each `PerRank`; of other safetensors files, which have no structure, tensors by name. With `names` or
-        `into`, for every format, the tensors that were loaded, by name.
+        The state as `save` (with this rank's value of each `PerRank`), ``torch.save`` or ``dcp.save`` was
+        given it; a dict of tensors by name for other safetensors files, which have no structure, and for all
+        formats with `names` or `into`.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.
