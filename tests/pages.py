@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
-__all__ = ["PAGES", "ROOT", "commands", "page", "python_blocks"]
+__all__ = ["PAGES", "ROOT", "commands", "page", "program", "python_blocks", "run_program"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -18,6 +19,26 @@ PAGES = (
 def page(name: str) -> str:
     """Returns the text of a page."""
     return (ROOT / name).read_text()
+
+
+def program(name: str) -> str:
+    """Returns the last python block of a page: a complete program."""
+    *_, code = re.findall(r"^```python\n(.*?)^```$", page(name), re.MULTILINE | re.DOTALL)
+    return str(code)
+
+
+def run_program(name: str) -> None:
+    """Runs that program as one of the ranks it is started on, in the working directory.
+
+    Its ranks have met already, and go on afterwards.
+    """
+    import torch.distributed as dist
+
+    with mock.patch.multiple(dist, init_process_group=_do_nothing, destroy_process_group=_do_nothing):
+        exec(compile(program(name), name, "exec"), {"__name__": "__main__"})
+
+
+def _do_nothing(*_: object, **__: object) -> None: ...
 
 
 def python_blocks() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import xxhash
 
 import fastload
 from fastload import IncompleteCheckpoint, LoadOptions, SaveOptions
+from fastload.formats.names import RECORD_NAME
 from fastload.integrations.frameworks import (
     BackgroundSave,
     is_fastload_checkpoint,
@@ -41,6 +43,7 @@ FOLDER = "fastload"
 _SIGNATURES = {
     "Accelerator.save_state": (Accelerator, "self output_dir safe_serialization save_model_func_kwargs"),
     "Accelerator.load_state": (Accelerator, "self input_dir load_kwargs load_model_func_kwargs"),
+    "Accelerator.end_training": (Accelerator, "self"),
     "Accelerator.register_save_state_pre_hook": (Accelerator, "self hook"),
     "Accelerator.register_load_state_pre_hook": (Accelerator, "self hook"),
 }
@@ -63,10 +66,14 @@ def attach(
     objects are saved and loaded as before, and so are states that were saved without fastload. Call it once,
     after the program has registered its own hooks.
 
+    With ``automatic_checkpoint_naming``, ``load_state()`` takes the newest complete state, removes newer
+    ones, whose save was cut off, and continues the numbers from there.
+
     Args:
         accelerator: The Accelerator to change.
         in_background: Whether ``save_state`` returns as soon as each rank has copied its share of models and
-            optimizers. The next ``save_state`` or ``load_state`` raises later errors.
+            optimizers. The next ``save_state``, ``load_state`` or ``end_training`` waits for it, and raises
+            its errors.
         save_options: How to save; None for the defaults.
         load_options: How to load; None for the defaults.
 
@@ -89,10 +96,11 @@ def attach(
     states = _StateMethods(accelerator, in_background, save_options, load_options)
     accelerator.save_state = states.save
     accelerator.load_state = states.load
+    accelerator.end_training = states.end
 
 
 class _StateMethods:
-    """Replacements for ``save_state`` and ``load_state`` of an Accelerator, which call the original ones."""
+    """Replacements for methods of an Accelerator, which call the original ones."""
 
     def __init__(
         self,
@@ -103,6 +111,7 @@ class _StateMethods:
     ) -> None:
         self._accelerator = accelerator
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
+        self._own_end = accelerator.end_training
         self._in_background = in_background
         self._saves = BackgroundSave(save_options)
         self._load_options = load_options
@@ -136,19 +145,24 @@ class _StateMethods:
     def load(self, input_dir: str | None = None, *arguments: Any, **keywords: Any) -> None:
         """Does as ``Accelerator.load_state``."""
         self._saves.wait()
-        folder = self._folder(input_dir)
-        path = os.path.join(folder, FOLDER)
-        if not is_fastload_checkpoint(path):
-            self._own_load(input_dir, *arguments, **keywords)
+        folder = self._newest() if input_dir is None else os.path.expanduser(input_dir)
+        path = os.path.join(folder or "", FOLDER)
+        if folder is None or not is_fastload_checkpoint(path):
+            self._own_load(folder, *arguments, **keywords)
             return
         with fastload.open(path, options=self._load_options) as checkpoint:
             self._require_one_save(folder, checkpoint.metadata.get(_DIGEST_KEY))
-            models, optimizers = self._load_rest(input_dir, *arguments, **keywords)
+            models, optimizers = self._load_rest(folder, *arguments, **keywords)
             into = {
                 "models": [live_state(model) for model in models],
                 "optimizers": [optimizer.optimizer for optimizer in optimizers],
             }
             checkpoint.load(into=into)
+
+    def end(self) -> None:
+        """Does as ``Accelerator.end_training``, once the last save is durable."""
+        self._saves.wait()
+        self._own_end()
 
     def _require_one_save(self, folder: str, digest: str | None) -> None:
         """Raises unless accelerate's files were saved together with the checkpoint."""
@@ -192,15 +206,40 @@ class _StateMethods:
         finally:
             accelerator._models, accelerator._optimizers = models, optimizers
 
-    def _folder(self, input_dir: str | None) -> str:
+    def _newest(self) -> str | None:
+        """Returns the newest complete state with an automatic name, which the next save follows; or None.
+
+        Newer ones, whose save was cut off, are removed: they would count for ``total_limit``.
+        """
         configuration = self._accelerator.project_configuration
-        if input_dir is not None or not configuration.automatic_checkpoint_naming:
-            return os.path.expanduser(input_dir or "")
-        folder = os.path.join(self._accelerator.project_dir, "checkpoints")
-        numbers = {
-            int(match[1]): name for name in os.listdir(folder) if (match := re.search(r"(\d+)$", name))
-        }
-        return os.path.join(folder, numbers[max(numbers)]) if numbers else folder
+        if not configuration.automatic_checkpoint_naming:
+            return None
+        parent = os.path.join(self._accelerator.project_dir or "", "checkpoints")
+
+        def find() -> tuple[int, str] | None:
+            names = os.listdir(parent) if os.path.isdir(parent) else []
+            numbers = {name: int(match[1]) for name in names if (match := re.search(r"(\d+)$", name))}
+            folders = [os.path.join(parent, name) for name in sorted(numbers, key=numbers.__getitem__)]
+            complete = [number for number, folder in enumerate(folders) if _has_models(folder)]
+            if not complete:
+                return None
+            for folder in folders[complete[-1] + 1 :]:
+                shutil.rmtree(folder)
+            newest = folders[complete[-1]]
+            return numbers[os.path.basename(newest)], newest
+
+        found = on_rank_0(f"looking for the newest state in {parent}", find, self._load_options)
+        if found is None:
+            return None
+        number, folder = found
+        configuration.iteration = number + 1
+        return str(folder)
+
+
+def _has_models(folder: str) -> bool:
+    """Whether a state has its models: completely from fastload, or from accelerate alone."""
+    own = Path(folder, FOLDER)
+    return (own / RECORD_NAME).is_file() if own.exists() else any(Path(folder).glob("*model*"))
 
 
 def _digest_of(folder: str) -> str:

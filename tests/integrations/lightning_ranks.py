@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fastload
 from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
 from fastload.storage.local_target import LocalFiles
-from tests.integrations.pages import run_program
+from tests.pages import run_program
 
 # Of a launcher; the ranks have met already.
 ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -229,6 +229,6 @@ def refuses(rank: int, world: int, folder: Path) -> None:
         ModelParallelStrategy(save_distributed_checkpoint=False)
 
 
-def runs_the_page(rank: int, world: int) -> None:
+def runs_the_recipe(rank: int, world: int) -> None:
     os.environ |= ENVIRONMENT
-    run_program("lightning.md")
+    run_program("docs/recipes/lightning.md")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import warnings
 from collections import OrderedDict
@@ -39,7 +40,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastload
 from fastload.integrations.dcp import Reader, Writer
 from tests.dist.harness import ranks
-from tests.integrations.pages import run_program
+from tests.pages import run_program
 
 OVERWRITE = fastload.SaveOptions(overwrite=True)
 
@@ -592,12 +593,22 @@ class AppState:
 
 @ranks(4, deadline_s=90)
 def test_trainings_go_on(rank: int, world: int, tmp_path: Path) -> None:
-    """Models and optimizers as `Stateful` objects, into other meshes."""
+    """Models and optimizers as `Stateful` objects, into other meshes; saves in the background."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    group = dist.new_group(backend="gloo")
+    writer = Writer(tmp_path / "own", process_group=group)
+    dcp.async_save({"step": 9}, storage_writer=writer, process_group=group).result()  # type: ignore[union-attr]
+    assert records == []
     for saved, loaded in (("fsdp", "hsdp"), ("hsdp", "fsdp+tp"), ("fsdp+tp", ""), ("", "fsdp")):
         model, optimizer = make(0, saved)
         path = tmp_path / f"{saved}-{loaded}"
         future = dcp.async_save({"app": AppState(model, optimizer), "step": 9}, storage_writer=Writer(path))
         future.result()  # type: ignore[union-attr]
+        (warning,) = records
+        assert "If training communicates in this group meanwhile, the job hangs" in warning.getMessage()
         other, its_optimizer = make(1, loaded)
         state = {"app": AppState(other, its_optimizer), "step": 0}
         dcp.load(state, storage_reader=Reader(path))
@@ -654,4 +665,4 @@ def test_without_torch_distributed(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_the_program_on_the_page(rank: int, world: int, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
-    run_program("dcp.md")
+    run_program("docs/integrations/dcp.md")

@@ -20,7 +20,7 @@ from fastload.errors import ManifestError, MismatchError, PeerError
 from tests.dist.harness import ranks
 from tests.integrations import engine_stand_ins as stand_ins
 from tests.integrations.engine_stand_ins import LoadConfig, Model
-from tests.integrations.pages import run_program
+from tests.pages import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 UP, NORM = torch.arange(48.0).reshape(6, 8), torch.arange(6.0)
@@ -109,4 +109,4 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
 def test_the_program_on_the_page(rank: int, world: int, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
-    run_program("engines.md")
+    run_program("docs/integrations/engines.md")

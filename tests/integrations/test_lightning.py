@@ -46,7 +46,7 @@ def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses"), 2, folder=tmp_path)
 
 
-def test_the_program_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time it finds that it has ended
-        run_ranks(body("runs_the_page"), 2)
+        run_ranks(body("runs_the_recipe"), 2)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastload
 from tests.dist.harness import ranks
-from tests.integrations.pages import run_program
+from tests.pages import run_program
 
 MIB = 1 << 20
 NUM_REFRESHES = 30
@@ -93,7 +93,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 @ranks(2)
-def test_the_program_on_the_page(rank: int, world: int, tmp_path: Path) -> None:
+def test_the_recipe(rank: int, world: int, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
-    run_program("refresh.md")
+    run_program("docs/recipes/refresh.md")

@@ -124,7 +124,13 @@ def test_a_library_that_is_laid_out_in_another_way() -> None:
             require_signatures(json, "1", signatures)
 
 
-def test_the_program_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_for_fsdp2_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for world, num_steps in ((2, 2), (3, 4)):
+        run_ranks(body("tunes"), world, num_steps=num_steps)
+
+
+def test_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time it finds that it has ended
-        run_ranks(body("runs_the_page"), 2)
+        run_ranks(body("runs_the_recipes"), 2)

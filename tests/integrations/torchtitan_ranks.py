@@ -20,7 +20,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 import fastload
 from fastload.integrations.torchtitan import CheckpointManager
-from tests.integrations.pages import run_program
+from tests.pages import run_program
 
 
 def is_killed_on_the_page(rank: int, world: int) -> None:
@@ -54,7 +54,7 @@ def run_page(folder: str) -> dict[str, Any]:
     os.makedirs(folder, exist_ok=True)
     with contextlib.chdir(folder):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
-        run_program("torchtitan.md")
+        run_program("docs/integrations/torchtitan.md")
         return fastload.load("outputs/checkpoint/step-9")  # type: ignore[no-any-return]
 
 

@@ -9,19 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     DistributedConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Trainer,
@@ -33,7 +38,7 @@ import fastload
 from fastload.integrations import accelerate as accelerate_integration
 from fastload.integrations.trainer import TrainerMixin
 from fastload.integrations.transformers import from_pretrained
-from tests.integrations.pages import run_program
+from tests.pages import run_program
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -217,6 +222,9 @@ def trainer_of(folder: Path, *, fsdp: int = 0, kill_at: int = -1, **more: Any) -
 
 def trains(rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes: bool) -> dict[str, Any]:
     """Trains to the end, or to where it is killed; returns weights of the best model, and what is left."""
+    if resumes and fsdp:
+        for path in folder.glob("checkpoint-*"):
+            name_random_states_as_before(path / "training_state")
     trainer = trainer_of(folder, fsdp=fsdp, kill_at=kill_at)
     began_at: list[int] = []
 
@@ -240,6 +248,16 @@ def trains(rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes
         "kept": sorted(path.name for path in folder.iterdir()),
         "began_at": began_at[0],
     }
+
+
+def name_random_states_as_before(path: Path) -> None:
+    """Changes a checkpoint to what TrainerMixin saved before it used `fastload.random_state`."""
+    state = fastload.load(path)
+    states = state["random_states"]
+    name, keys, *rest = states["numpy"]
+    before = {"python": states["python"], "numpy": (name, np.array(keys, np.uint32), *rest)}
+    state["random_states"] = fastload.PerRank({**before, "cpu": states["torch"]})
+    fastload.save(state, path, options=fastload.SaveOptions(overwrite=True))
 
 
 def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
@@ -343,6 +361,17 @@ def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
     assert all(map(torch.equal, train(3), expected))
     folders = sorted((tmp_path / "checkpoints").iterdir())
     assert len(folders) == 2
+    accelerator.wait_for_everyone()
+    cut_off = folders[-1].with_name("checkpoint_99")  # as by a save that was killed
+    if rank == 0:
+        cut_off.mkdir()
+        (cut_off / "scheduler.bin").write_bytes(b"")
+    accelerator.wait_for_everyone()
+    accelerator.load_state()
+    assert progress.steps == steps - 3
+    assert not cut_off.exists()
+    assert project.iteration == int(folders[-1].name.removeprefix("checkpoint_")) + 1
+    train(3)
     assert {path.suffix for path in (folders[-1] / "fastload").iterdir()} == {".json", ".safetensors"}
     assert not list(folders[-1].glob("model*"))
     assert not list(folders[-1].glob("optimizer*"))
@@ -357,5 +386,31 @@ def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def runs_the_page(rank: int, world: int) -> None:
-    run_program("transformers.md")
+def tunes(rank: int, world: int, num_steps: int) -> None:
+    """Runs the recipe for FSDP2; the first time makes its checkpoint, the second time looks at its export."""
+    is_first = not Path("checkpoints").exists()
+    dist.barrier()
+    if is_first and rank == 0:
+        LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True)).save_pretrained(
+            "pretrained"
+        )
+        tokenizer = Tokenizer(WordLevel({"hello": 0, "[UNK]": 1}, unk_token="[UNK]"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("pretrained")
+    dist.barrier()
+    os.environ["NUM_STEPS"] = str(num_steps)
+    run_program("docs/recipes/fsdp2.md")
+    if not is_first:
+        saved = fastload.load(f"checkpoints/step_{num_steps:08d}")
+        assert saved["step"] == num_steps
+        exported, before = (AutoModelForCausalLM.from_pretrained(name) for name in ("export", "pretrained"))
+        weights = exported.state_dict()
+        assert weights.keys() == saved["model"].keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in saved["model"].items())
+        assert not torch.equal(weights["lm_head.weight"], before.state_dict()["lm_head.weight"])
+        assert AutoTokenizer.from_pretrained("export")("hello")["input_ids"] == [0]
+
+
+def runs_the_recipes(rank: int, world: int) -> None:
+    run_program("docs/recipes/trainer.md")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run_program("docs/recipes/accelerate.md")
