@@ -8,7 +8,7 @@ from fastload.base.installed import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload import world
-from fastload.api import async_save, inspect, load, open, save, stage, verify
+from fastload.api import async_save, inspect, load, open, prefetch, save, stage, verify
 from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
@@ -96,6 +96,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "prefetch",
     "random_state",
     "register_storage",
     "save",

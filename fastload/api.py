@@ -23,7 +23,7 @@ from fastload.storage import Location, PatientStorage, locate, name_of, open_sto
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.handle import SaveHandle
 
-__all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
+__all__ = ["async_save", "inspect", "load", "open", "prefetch", "save", "stage", "verify"]
 
 Path = str | os.PathLike[str]
 
@@ -113,6 +113,38 @@ def open(
     Args and errors are those of `load`.
     """
     return _open(path, process_group, storage_options, options, ends_call=True)
+
+
+def prefetch(
+    path: Path,
+    *,
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint and begins to read it into host memory, in the background.
+
+    A call of all ranks, which returns once the headers are read. Then each rank reads and verifies an equal
+    share, or as much of it as fits into `LoadOptions.prefetch_bytes`. `Checkpoint.wait` waits for that.
+    `Checkpoint.load` also does, and then needs no byte of it from storage::
+
+        with fastload.prefetch("/checkpoints/llama") as checkpoint:
+            model = build_model()
+            checkpoint.load(into=model)
+
+    The memory is released when the checkpoint is closed. If a read fails, or bytes are damaged, `wait` and
+    `load` raise the same error on all ranks, and nothing is loaded. The load has the bytes of the checkpoint
+    as it was opened; files that change before they are read are an error.
+
+    Args and errors are those of `load`.
+    """
+    checkpoint = open(path, process_group=process_group, storage_options=storage_options, options=options)
+    try:
+        checkpoint.prefetch()
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
 
 
 def _open(

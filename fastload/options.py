@@ -101,6 +101,9 @@ SETTINGS = {
     "per_rank_mismatch": Setting(
         "error", str, "PerRank values that another number of ranks saved: error, or skip them"
     ),
+    "prefetch_bytes": Setting(
+        None, parse_bytes, "most host memory for what a rank reads ahead; its whole share if not set"
+    ),
     "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
 }
 
@@ -164,6 +167,7 @@ _CHOICES = {
 _LEAST = {
     "chunk_bytes": 1,
     "staging_bytes": 1 << 16,
+    "prefetch_bytes": 0,
     "read_threads": 1,
     "write_threads": 1,
     "retries": 0,
@@ -245,6 +249,8 @@ class LoadOptions(_Options):
         per_rank_mismatch: What to do with a `PerRank` value that is wanted and that another number of ranks
             saved: ``error``, or ``skip``, which leaves its place in ``into=`` as it is, or None, with a
             warning and in `LoadReport.left_out`.
+        prefetch_bytes: Most host memory in bytes for what a rank reads ahead (`fastload.prefetch`); the rest
+            is read by the load. None: all of its share, the checkpoint ÷ the ranks that read.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
             for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
         on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
@@ -264,6 +270,7 @@ class LoadOptions(_Options):
     retries: int = _setting("retries")
     verify: bool = _setting("verify")
     per_rank_mismatch: PerRankMismatch = _setting("per_rank_mismatch")
+    prefetch_bytes: int | None = _setting("prefetch_bytes")
     trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

@@ -64,6 +64,12 @@ class Workers:
         self._num_serving = 0
         self._at_end: list[Callable[[], object]] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls submitted so far have returned."""
+        with self._lock:
+            return not self._num_calls
+
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Makes a call as soon as a thread is free.
 

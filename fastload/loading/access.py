@@ -27,6 +27,7 @@ from fastload.options import LoadOptions, StageOptions
 from fastload.storage import Location, PatientStorage, Storage, open_storage
 
 if TYPE_CHECKING:
+    from fastload.transfer.read import HeldBytes
     from fastload.transfer.routed_plan import Holders
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _NUM_READERS = 8
 
 @dataclass(frozen=True)
 class Access:
-    """An open checkpoint and its readers; the same on every rank, but for `storage`.
+    """An open checkpoint and its readers; the same on every rank, but for `storage` and `held`.
 
     Attributes:
         storage: The storage that this rank reads from.
@@ -52,6 +53,7 @@ class Access:
         notes: For each rank that cannot read, the reason.
         shared: Whether all ranks read through one link (object store, network file system).
         holders: The readers of each byte; None if every reader has all of them.
+        held: The bytes that this rank has in its own memory; None if no rank has any.
     """
 
     storage: PatientStorage
@@ -62,6 +64,7 @@ class Access:
     notes: Mapping[int, str]
     shared: bool
     holders: Holders | None = None
+    held: HeldBytes | None = None
 
     @property
     def is_mounted(self) -> bool:

@@ -86,6 +86,23 @@ class Checkpoint:
         with cls._opening:
             return {checkpoint._session.opened.access.storage.url for checkpoint in cls._all_open}
 
+    def prefetch(self) -> None:
+        """Begins to read the checkpoint into host memory, in the background; see `fastload.prefetch`."""
+        with self._session.usable():
+            self._session.prefetch()
+            self._session.opened.world.acknowledge()
+
+    def wait(self) -> None:
+        """Waits until all ranks have read what they prefetch, and verified it. A call of all ranks.
+
+        Raises:
+            ChecksumError: Bytes differ from those that were written.
+            FastloadError: As for `fastload.load`; the same on all ranks.
+        """
+        with self._session.usable():
+            self._session.await_prefetch()
+            self._session.opened.world.acknowledge()
+
     def load(
         self,
         *,
@@ -95,7 +112,10 @@ class Checkpoint:
         names: Sequence[str] | str | None = None,
         strict: bool = True,
     ) -> Any:
-        """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
+        """Loads on all ranks; see `fastload.load` for arguments, result and errors.
+
+        After `prefetch` it waits as `wait` does, and reads only what is not in memory.
+        """
         self._end_stream()
         skip_per_rank = self._session.opened.options.per_rank_mismatch == "skip"
         with self._session.usable():

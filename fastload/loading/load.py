@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
 from operator import and_
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from fastload.base.devices import is_accelerator
-from fastload.base.memory import uncollected
+from fastload.base.memory import PAGE_BYTES, uncollected
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
 from fastload.comm.responses import Each, Reports
@@ -30,6 +30,7 @@ from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Runs
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.match import Match
+from fastload.loading.prefetch import Prefetch
 from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
@@ -39,8 +40,8 @@ from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
-from fastload.transfer.read import ChunkReader, Guards, Verifier, refuse
-from fastload.transfer.routed_plan import RoutedPlan, plan_routes
+from fastload.transfer.read import ChunkReader, Guards, HeldBytes, Verifier, refuse
+from fastload.transfer.routed_plan import Holders, RoutedPlan, plan_routes
 from fastload.transfer.transport import Transport
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,9 @@ class Session:
         has_failed: Whether a load has failed.
         is_closed: Whether it is closed.
     """
+
+    _prefetch: Prefetch | None = None  # until all ranks have read their shares
+    _held: tuple[HeldBytes, Holders] | None = None  # from then on
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         verifier = Verifier(access.manifest) if access.manifest.block_bytes and options.verify else None
@@ -117,12 +121,60 @@ class Session:
 
     def close(self) -> None:
         """Closes storage, once no read is under way: a closed descriptor may soon be another file's."""
-        self.is_closed = True
+        self.is_closed, self._held = True, None
         close = self.opened.access.storage.close
-        if self.reader is None:
-            close()
-        else:
-            self.reader.at_end(close)
+        if self.reader is not None:
+            close = partial(self.reader.at_end, close)
+        if (pending := self._prefetch) is not None:
+            self._end_prefetch()
+            close = partial(pending.reader.at_end, close)
+        close()
+
+    def prefetch(self) -> None:
+        """Begins to read this rank's share into host memory, on all ranks.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        if self._prefetch is not None or self._held is not None:
+            return
+
+        def begin() -> None:
+            self._prefetch = Prefetch(self.opened)
+
+        try:
+            self.opened.world.agree(f"prefetching {self.manifest.url}", begin)
+        except BaseException:
+            self._end_prefetch()
+            raise
+
+    def await_prefetch(self) -> None:
+        """Waits until all ranks have read and verified their shares, if they are being read.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        while (prefetch := self._prefetch) is not None:
+            held: list[HeldBytes] = []
+
+            def work(prefetch: Prefetch = prefetch, held: list[HeldBytes] = held) -> bool:
+                held.append(prefetch.wait(self.opened.world))
+                return prefetch.reader.is_misread
+
+            try:
+                responses = self.opened.world.settle(f"prefetching {self.manifest.url}", work)
+            finally:
+                self._end_prefetch()
+            if any(responses):
+                self.reopen_exactly()
+                self.prefetch()
+            else:
+                self._held = held[0], prefetch.holders()
+
+    def _end_prefetch(self) -> None:
+        pending, self._prefetch = self._prefetch, None
+        if pending is not None:
+            pending.close(wait_s=min(1.0, self.opened.world.grace_s))
 
     def load(self, request: Request, *, staging_bytes: int | None = None) -> Loaded:
         """Loads on all ranks.
@@ -134,16 +186,23 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
+        self.await_prefetch()
         while True:
-            job = self.prepare(request, staging_bytes=staging_bytes)
+            opened = self.opened
+            if self._held is not None:
+                held, holders = self._held
+                opened = replace(opened, access=replace(opened.access, held=held, holders=holders))
+            job = self._prepare(opened, request, staging_bytes)
             loaded = self.settle(job)
             if loaded is not None:
                 return loaded
             self.reopen_exactly()
 
-    def prepare(self, request: Request, *, staging_bytes: int | None = None) -> Job:
-        """Prepares a load on all ranks; see `load` and `prepare.prepare`."""
-        opened = self.opened
+    def prepare(self, request: Request) -> Job:
+        """Prepares a load from storage on all ranks; see the function `prepare`."""
+        return self._prepare(self.opened, request, None)
+
+    def _prepare(self, opened: Opened, request: Request, staging_bytes: int | None) -> Job:
         if staging_bytes is not None:
             opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
         job = prepare(opened, request)
@@ -240,6 +299,8 @@ class Session:
     def reopen_exactly(self) -> None:
         """Reads the layouts that the manifest has inferred."""
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
+        if self._held is not None and self._held[1].lacking(self.manifest.extents):
+            self._held = None
 
 
 def _raise_first(errors: list[BaseException]) -> None:
@@ -335,8 +396,10 @@ class Opened:
 
     @property
     def block_bytes(self) -> int:
-        """Length of the checksum blocks to verify; 0 if none are verified."""
-        return self.access.manifest.block_bytes if self.verifier is not None else 0
+        """Length of the parts of a tensor with one reader: checksum blocks; 0 for parts of any length."""
+        if self.verifier is not None:
+            return self.access.manifest.block_bytes
+        return PAGE_BYTES if self.access.holders is not None else 0
 
     @property
     def ranks_on_host(self) -> int:
@@ -438,7 +501,7 @@ def decide(opened: Opened, *, fast_links: bool = False) -> StrategyChoice:
     """
     access = opened.access
     if access.holders is not None:
-        return StrategyChoice("allgather", "each host has a part, which no other rank reads", access.readers)
+        return StrategyChoice("allgather", "readers have different parts in memory", access.readers)
     return choose_strategy(
         opened.options.strategy,
         world_size=opened.world.size,
@@ -626,6 +689,7 @@ def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
         on_damage=refuse,
         via_cache=own.decision.alone and opened.ranks_on_host > 1,
         guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
+        held=access.held,
     )
     writer = own.matched.stream_buffer or TensorWriter(own.matched.destinations)
     pipeline = open_pipeline(

@@ -6,12 +6,16 @@ import contextlib
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 
+import torch
+from torch import Tensor
+
+from fastload.base.memory import copy_flat
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
 from fastload.errors import ChecksumError, StorageError
@@ -118,6 +122,58 @@ class Verifier:
         return f"{where}: {what} {tensor}: checksum {expected.hex()} expected, {found.hex()} found"
 
 
+class HeldBytes:
+    """Verified bytes of a checkpoint in the memory of this rank.
+
+    Args:
+        parts: Byte ranges of files, each with its bytes: a flat uint8 tensor in host memory.
+    """
+
+    def __init__(self, parts: Iterable[tuple[ByteRange, Tensor]]) -> None:
+        ordered = sorted(parts, key=itemgetter(0))
+        self._space = Space([byte_range for byte_range, _ in ordered])
+        self._data = [data for _, data in ordered]
+
+    def cut(self, byte_range: ByteRange) -> Iterator[tuple[ByteRange, Tensor | None]]:
+        """Cuts a byte range into parts, each with its bytes, or None if they are not held."""
+        file, at = byte_range.file, byte_range.offset
+        for index in range(max(0, self._space.find(file, at)), len(self._data)):
+            held = self._space.ranges[index]
+            if (held.file, held.offset) >= (file, byte_range.end):
+                break
+            if held.file != file or held.end <= at:
+                continue
+            if held.offset > at:
+                yield ByteRange(file, at, held.offset - at), None
+                at = held.offset
+            end = min(held.end, byte_range.end)
+            yield ByteRange(file, at, end - at), self._data[index][at - held.offset : end - held.offset]
+            at = end
+        if at < byte_range.end:
+            yield ByteRange(file, at, byte_range.end - at), None
+
+    def fill(
+        self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]
+    ) -> tuple[list[ByteRange], list[memoryview]]:
+        """Copies what is held of some byte ranges into buffers of the same total length.
+
+        Returns:
+            The byte ranges that are not held, and their buffers.
+        """
+        left, left_buffers, rest = list[ByteRange](), list[memoryview](), list(buffers)
+        for byte_range in byte_ranges:
+            for part, data in self.cut(byte_range):
+                taken, rest = take(rest, part.nbytes)
+                if data is None:
+                    left.append(part)
+                    left_buffers += taken
+                    continue
+                for buffer in filter(len, taken):
+                    copy_flat(data[: len(buffer)], torch.frombuffer(buffer, dtype=torch.uint8))
+                    data = data[len(buffer) :]
+        return left, left_buffers
+
+
 class Guards:
     """Chooses the guards to read with a byte range: bytes that have to precede data in a file.
 
@@ -176,11 +232,13 @@ class ChunkReader:
         on_damage: Called with each damaged block; an exception that it raises ends the read.
         via_cache: Whether other ranks of this host read the same bytes; see `Storage.read_into`.
         guards: The bytes that have to precede data; None without any.
+        held: The bytes that are not read from storage; None without any.
 
     Attributes:
         watch: Time with at least one read under way.
         verified: Bytes verified.
         rereads: Blocks read again because of a wrong checksum.
+        held: As given, until it is closed.
     """
 
     def __init__(
@@ -193,14 +251,15 @@ class ChunkReader:
         on_damage: Callable[[Damage], object],
         via_cache: bool = False,
         guards: Guards | None = None,
+        held: HeldBytes | None = None,
     ) -> None:
         self._guards = guards
+        self.held = held
         self._storage = storage
         self._files = files
         self._via_cache = via_cache
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
-        self._num_unanswered = 0
         self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
         # No method of its own: that would keep the reader, and its descriptors, until garbage is collected.
         self._verify = partial(_verify, verifier, on_damage) if verifier is not None else None
@@ -219,10 +278,7 @@ class ChunkReader:
         The future raises `StorageError` if all retries fail, what `on_damage` raises, and `Interrupted` after
         `stop`.
         """
-        with self._lock:
-            read = self._workers.submit(partial(self._read, byte_ranges, buffers))
-            self._num_unanswered += 1
-        return read
+        return self._workers.submit(partial(self._read, byte_ranges, buffers))
 
     def stop(self) -> None:
         """Ends reads that have not begun, and retries."""
@@ -250,24 +306,22 @@ class ChunkReader:
             storage responds after all.
         """
         self._workers.close(wait_s=wait_s)
-        with self._lock:
-            return not self._num_unanswered
+        self.held = None
+        return self._workers.is_idle
 
     def at_end(self, call: Callable[[], object]) -> None:
         """Makes a call once no read is under way: now, or in the last thread to end."""
         self._workers.at_end(call)
 
     def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
-        try:
-            for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
-                self._read_guarded(group)
-                if self._verify is not None:
-                    for byte_range, taken in group:
-                        self._verify(byte_range, taken, self._read_again)
-                        self.verified.add(byte_range.nbytes)
-        finally:
-            with self._lock:
-                self._num_unanswered -= 1
+        if (held := self.held) is not None:
+            byte_ranges, buffers = held.fill(byte_ranges, buffers)
+        for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
+            self._read_guarded(group)
+            if self._verify is not None:
+                for byte_range, taken in group:
+                    self._verify(byte_range, taken, self._read_again)
+                    self.verified.add(byte_range.nbytes)
 
     def _read_guarded(self, group: list[Part]) -> None:
         """Reads adjacent byte ranges and their guards with one request; guards further ahead take another."""

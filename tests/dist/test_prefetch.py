@@ -1,0 +1,201 @@
+"""Checkpoints that are read ahead: what a load still reads, what memory is held, and what goes wrong when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import fastload
+from fastload.errors import ChecksumError, FastloadError, PeerError
+from fastload.loading import prefetch
+from tests.checkpoints import assert_same_bits, flip
+from tests.dist import faults
+from tests.dist.faults import TIMEOUT_S, die, fastload_threads
+from tests.dist.harness import ranks
+from tests.dist.patience import patient
+from tests.dist.test_rewritten import fresh, overwrite, state_of, write
+from tests.dist.test_sharded import emptied, locals_of, make, placed
+
+RANKS_IMPORT = ("torch.distributed.checkpoint", "torch.distributed.tensor")
+
+
+def options(**changes: Any) -> fastload.LoadOptions:
+    return fastload.LoadOptions(**{"timeout_s": 20, "chunk_bytes": 1000, **changes})
+
+
+def loaded(checkpoint: fastload.Checkpoint, into: dict[str, torch.Tensor]) -> fastload.LoadReport:
+    """Loads over what is there, and compares it with what was there."""
+    expected = locals_of(into)
+    checkpoint.load(into=emptied(into))
+    assert_same_bits(locals_of(into), expected)
+    assert checkpoint.report is not None
+    return checkpoint.report
+
+
+@ranks(4, ranks_per_host=2)
+def test_a_load_reads_only_what_did_not_fit(rank: int, world: int, tmp_path: Path) -> None:
+    """All formats, replicated, in shards and by names, twice, and while another one is read ahead."""
+    tensors = make(tmp_path)
+    paths = {kind: tmp_path / kind for kind in ("saved", "plain.safetensors", "state.pt", "dcp")}
+    fastload.save(tensors, paths["saved"], options=fastload.SaveOptions(block_bytes=4096))
+    dcp.save(tensors, checkpoint_id=paths["dcp"])
+    if rank == 0:
+        save_file(tensors, paths["plain.safetensors"])
+        torch.save(tensors, paths["state.pt"])
+    dist.barrier()
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    sharded = {
+        name: placed(tensor, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
+        for name, tensor in tensors.items()
+    }
+    for kind, path in paths.items():
+        with (
+            fastload.prefetch(path, options=options()) as checkpoint,
+            fastload.prefetch(path, options=options(prefetch_bytes=0)) as other,
+        ):
+            checkpoint.wait()
+            if kind == "saved":
+                fastload.save({"step": 1}, tmp_path / "meanwhile")
+                assert dict(checkpoint.tensors()).keys() == tensors.keys()
+            for into in (dict(tensors), sharded, sharded):
+                report = loaded(checkpoint, into)
+                assert (report.bytes_read, report.bytes_wanted) == (0, nbytes), (kind, report)
+            box = torch.empty(1, 4, 8, dtype=tensors["cube"].dtype)
+            checkpoint.read({"cube": [(fastload.Box((rank, 3, 0), (1, 4, 8)), box)]})
+            assert torch.equal(box, tensors["cube"][rank : rank + 1, 3:7])
+            assert_same_bits(checkpoint.load(names="*e*"), {n: t for n, t in tensors.items() if "e" in n})
+            has_guards = kind in ("state.pt", "dcp")  # bytes that show that data are where they seem to be
+            bytes_read = loaded(other, sharded).bytes_read
+            assert bytes_read >= nbytes if has_guards else bytes_read == nbytes, kind
+    for given in ({"prefetch_bytes": 3000}, {"prefetch_bytes": 3000, "verify": False}, {"verify": False}):
+        with fastload.prefetch(paths["saved"], options=options(**given)) as checkpoint:
+            report = loaded(checkpoint, sharded)
+            held = report.bytes_wanted - report.bytes_read
+            assert held <= 4 * 3000 if "prefetch_bytes" in given else held == nbytes, given
+    assert fastload_threads(kept=["fastload-host"]) == []
+
+
+def noted_memory(patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Returns a function that counts the bytes of what was read ahead that are still in memory."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    real = prefetch.allocate_staging
+
+    def allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+        tensor = real(nbytes, pinned=pinned)
+        made.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[arg-type]
+        return tensor
+
+    patch.setattr(prefetch, "allocate_staging", allocate)
+    return lambda: sum(one.nbytes() for ref in made if (one := ref()) is not None)
+
+
+@ranks(1, 2)
+def test_the_memory_is_a_share_and_is_given_back(rank: int, world: int, tmp_path: Path) -> None:
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        held_bytes = noted_memory(patch)
+        path = tmp_path / "one.safetensors"
+        if rank == 0:
+            save_file(state_of(1), path)
+        dist.barrier()
+        share_bytes = sum(tensor.nbytes for tensor in state_of(1).values()) // world
+        for given, most in (({}, share_bytes), ({"prefetch_bytes": 100_000}, 100_000)):
+            checkpoint = fastload.prefetch(path, options=options(chunk_bytes=None, **given))
+            checkpoint.wait()
+            assert 0.8 * most <= held_bytes() <= most + 4096
+            assert_same_bits(checkpoint.load(), state_of(1))
+            checkpoint.close()
+            assert held_bytes() == 0
+        fastload.prefetch(path).close()  # without a load, while reads are under way
+        assert fastload_threads(kept=["fastload-host"]) == []
+        assert held_bytes() == 0
+
+
+@ranks(2)
+def test_files_that_change_after_they_were_read(rank: int, world: int, tmp_path: Path) -> None:
+    """What was read ahead is loaded as it was; the rest is an error, never a mixture."""
+    old, new = write(tmp_path / "old", 1), write(tmp_path / "new", 2)
+    for kind in ("one.safetensors", "saved", "zip.pt", "dcp"):
+        for prefetch_bytes in (None, 400_000):
+            folder = tmp_path / f"{kind}-{prefetch_bytes}"
+            if rank == 0:
+                folder.mkdir()
+                fresh(old[kind], folder)
+            dist.barrier()
+            given = options(chunk_bytes=100_000, prefetch_bytes=prefetch_bytes)
+            with fastload.prefetch(folder / kind, options=given) as checkpoint:
+                checkpoint.wait()
+                if rank == 0:
+                    overwrite(folder / kind, new[kind])
+                dist.barrier()
+                if prefetch_bytes is None:
+                    assert_same_bits(checkpoint.load(), state_of(1))
+                else:
+                    with pytest.raises(FastloadError, match=r"changed after it was opened|damaged"):
+                        checkpoint.load()
+
+
+@ranks(3, same=True)
+def test_damage_is_the_same_error_before_anything_changes(rank: int, world: int, tmp_path: Path) -> str:
+    path = tmp_path / "saved"
+    fastload.save(state_of(1), path, options=fastload.SaveOptions(block_bytes=1 << 16))
+    dist.barrier()
+    if rank == 0:
+        flip(path / "model.safetensors", -5)
+    dist.barrier()
+    into = {name: torch.zeros_like(tensor) for name, tensor in state_of(1).items()}
+    texts = []
+    for attempt in ("wait", "load"):
+        with fastload.prefetch(path, options=options()) as checkpoint:
+            with pytest.raises(ChecksumError, match=r"model.safetensors: block .* of tensor 'c'") as raised:
+                checkpoint.wait() if attempt == "wait" else checkpoint.load(into=into)
+            texts.append(str(raised.value))
+            with pytest.raises(FastloadError, match="open it again"):
+                checkpoint.load(into=into)
+    assert not any(tensor.any() for tensor in into.values())
+    assert fastload_threads(kept=["fastload-host"]) == []
+    assert texts[0] == texts[1]
+    return texts[0]
+
+
+def killed(rank: int, path: Path, stage: str, prepare: Callable[[], object]) -> None:
+    """Has rank 1 die at a stage of a load of what was read ahead; the others tell of it in time."""
+    into = {name: torch.zeros_like(tensor) for name, tensor in state_of(1).items()}
+    given = options(timeout_s=patient(TIMEOUT_S))
+    with pytest.raises(PeerError) as raised, fastload.prefetch(path, options=given) as checkpoint:  # noqa: PT012
+        prepare()
+        checkpoint.load(into=into)
+    assert list(raised.value.failures) == [1], raised.value
+    if stage == "prefetching":
+        assert not any(tensor.any() for tensor in into.values())
+    assert fastload_threads(kept=["fastload-host"]) == []
+
+
+@pytest.mark.parametrize("stage", ["prefetching", "first"])
+@ranks(3, dies={1: signal.SIGKILL})
+def test_a_rank_that_is_killed(rank: int, world: int, tmp_path: Path, stage: str) -> None:
+    path = tmp_path / "one.safetensors"
+    if rank == 0:
+        save_file(state_of(1), path)
+    dist.barrier()
+
+    def prepare() -> None:
+        if rank == 1 and stage == "prefetching":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            faults.strike(pytest.MonkeyPatch(), stage, lambda: die(signal.SIGKILL))
+
+    killed(rank, path, stage, prepare)
