@@ -1,11 +1,12 @@
-"""Random faults of a memory tier: jobs that are killed at any moment, on hosts that come back as they may.
+"""The memory tier under random faults: jobs killed at any moment, hosts that lose or damage their memory.
 
     python -m tests.soak.memory --iterations 200 --seed 1 [--lives 10]
 
-Each iteration trains a few steps, kills all ranks, some of them first, loses or damages what is in memory
-of some hosts, and restores with other ranks and hosts. It has to be one step as it was saved, from memory if
-that was whole. With `--lives` an iteration is so many lives of managers in a row, with both tiers, against a
-model (`memory_lives`). It stops at the first wrong end and says how to repeat it.
+Each iteration trains a few steps, kills all ranks, some before the others, loses or damages the memory of
+some hosts, and restores with other ranks and hosts. The result has to be one step as it was saved, and to
+come from memory if that was complete. With `--lives N`, an iteration is N managers in a row that use both
+tiers, compared with a model (`memory_lives`). It stops at the first unexpected outcome and prints how to
+repeat it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.soak.memory_lives import Lives
 @click.option("--iterations", default=200, show_default=True)
 @click.option("--first", default=0, show_default=True, help="Iteration to begin with.")
 @click.option("--seed", default=1, show_default=True)
-@click.option("--lives", default=0, help="Lives of managers in each iteration, in place of one crash.")
+@click.option("--lives", default=0, help="Managers in a row in each iteration, in place of one crash.")
 def main(iterations: int, first: int, seed: int, lives: int) -> None:
     """Run the soak."""
     tally: Counter[str] = Counter()
@@ -54,7 +55,7 @@ def main(iterations: int, first: int, seed: int, lives: int) -> None:
             click.echo(f"{number + 1} done, {time.monotonic() - began:.0f} s", err=True)
     for line, count in sorted(tally.items()):
         click.echo(f"{count:5d}  {line}")
-    click.echo(f"{iterations} iterations, seed {seed}: every one ended as it may")
+    click.echo(f"{iterations} iterations, seed {seed}: all outcomes as expected")
 
 
 if __name__ == "__main__":

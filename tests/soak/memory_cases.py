@@ -1,4 +1,4 @@
-"""One iteration of the soak of the memory tier: a job, how it is killed, what is left for the next one."""
+"""One iteration of the soak of the memory tier: a job, how it is killed, and what the next one finds."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Case:
     """One draw.
 
     Attributes:
-        ranks: Of the first job.
-        per_host: Of them on each host.
-        copies: Of each share.
-        sharded: Whether each rank has a part of the state.
+        ranks: Ranks of the first job.
+        per_host: Ranks on each of its hosts.
+        copies: Copies of each share.
+        sharded: Whether the state is sharded over the ranks.
         numel: Elements of the state.
-        killed_s: How long after the start each rank is killed.
-        lost: Hosts that lose what they have.
-        flipped: (host, where) of bytes that are damaged, as parts of the file.
+        killed_s: Time from the start to the kill, for each rank.
+        lost: Hosts that lose their memory.
+        flipped: (host, position) of damaged bytes; the position is a fraction of the file.
         again: Ranks of the second job.
-        per_host_again: Of them on each host.
-        sharded_again: Whether each of them wants a part.
+        per_host_again: Ranks on each of its hosts.
+        sharded_again: Whether the second job is sharded.
     """
 
     ranks: int
@@ -112,7 +112,7 @@ def open_manager(folder: Path, case: Case) -> CheckpointManager:
 
 
 def train(rank: int, world: int, folder: Path, case: Case) -> None:
-    """Trains until it is killed; notes the newest step of which all ranks have said that it counts."""
+    """Trains until it is killed; notes the newest step that counts, as known to this rank."""
     manager = open_manager(folder, case)
     manager.save(_STORED, state_of(_STORED, case, case.sharded))
     manager.wait()
@@ -123,7 +123,7 @@ def train(rank: int, world: int, folder: Path, case: Case) -> None:
     step = _STORED
     while True:
         step += 1
-        with contextlib.suppress(Exception):  # another one is killed
+        with contextlib.suppress(Exception):  # another rank was killed
             if manager.should_save(step):
                 manager.save(step, state_of(step, case, case.sharded))
             tier = manager._tier
@@ -134,7 +134,7 @@ def train(rank: int, world: int, folder: Path, case: Case) -> None:
 
 
 def restore(rank: int, world: int, folder: Path, case: Case) -> tuple[int, str, str]:
-    """Restores what there is; returns its step, and whence and why."""
+    """Restores; returns the step, its source and the reason for the source."""
     manager = open_manager(folder, case)
     into = state_of(0, case, case.sharded_again)
     manager.restore(into=into)
@@ -148,7 +148,7 @@ def restore(rank: int, world: int, folder: Path, case: Case) -> tuple[int, str, 
 
 
 def run(case: Case, folder: Path) -> str:
-    """Runs a case; returns how it ended."""
+    """Runs a case; returns the outcome."""
     everyone = dict.fromkeys(range(case.ranks), signal.SIGKILL)
     given: dict[str, Any] = {"folder": folder, "case": case}
     run_ranks(train, case.ranks, dies=everyone, ranks_per_host=case.per_host, **given)
@@ -161,7 +161,7 @@ def run(case: Case, folder: Path) -> str:
     found = run_ranks(restore, case.again, same=True, ranks_per_host=case.per_host_again, **given)
     step, source, why = found[0]
     texts = [path.read_text() for path in folder.glob("counted-?")]
-    counted = max(map(int, texts), default=0)  # one who heard is enough
+    counted = max(map(int, texts), default=0)  # one rank that knows is enough
     survivable = len(case.lost) < min(case.copies, case.num_hosts) and case.same_hosts and not case.flipped
     if survivable and counted:
         assert source == "memory", f"step {counted} was on enough hosts, but {why}"

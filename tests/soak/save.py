@@ -1,9 +1,9 @@
-"""Random faults in save after save: what is there is always one whole state, and nothing is left behind.
+"""Saves under random faults: the checkpoint is always one complete state, and nothing is left behind.
 
     python -m tests.soak.save --iterations 300 --seed 1
 
-All saves go to one directory, so that each one finds what the one before it left. A reader in a process of
-its own loads all the time. It stops at the first wrong end and says how to repeat it.
+All saves go to one directory, so each one finds the remains of the previous one. A separate reader process
+loads all the time. It stops at the first unexpected outcome and prints how to repeat it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.soak.save_cases import draw, run
 @click.option("--iterations", default=300, show_default=True)
 @click.option("--first", default=0, show_default=True, help="Iteration to begin with.")
 @click.option("--seed", default=1, show_default=True)
-@click.option("--sharded", is_flag=True, help="Only states of which each rank has a part.")
+@click.option("--sharded", is_flag=True, help="Only sharded states.")
 @click.option("--root", default=None, help="Where to save; a temporary directory if not given.")
 def main(iterations: int, first: int, seed: int, sharded: bool, root: str | None) -> None:
     """Run the soak."""
@@ -46,7 +46,7 @@ def main(iterations: int, first: int, seed: int, sharded: bool, root: str | None
                 try:
                     ended, version = run(case, folder, version)
                     tally[ended] += 1
-                    assert reader.poll() is None, "the reader saw something else than one whole state"
+                    assert reader.poll() is None, "the reader did not see one complete state"
                 except (Exception, pytest.fail.Exception) as error:
                     raise SystemExit(
                         f"seed {seed}, iteration {number}: {case}\n{type(error).__name__}: {error}"
@@ -60,7 +60,7 @@ def main(iterations: int, first: int, seed: int, sharded: bool, root: str | None
     for line, count in sorted(tally.items()):
         click.echo(f"{count:5d}  {line}")
     click.echo(seen.rstrip())
-    click.echo(f"{iterations} iterations, seed {seed}: every one ended as it may")
+    click.echo(f"{iterations} iterations, seed {seed}: all outcomes as expected")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One iteration of the soak of saves: a world, a way to save and a fault, and how that may end."""
+"""One iteration of the soak of saves: a world, a way to save, a fault, and the outcomes that are allowed."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Case:
 
     Attributes:
         world: Number of ranks.
-        background: Whether by `async_save`.
-        overwrite: Whether it replaces the one checkpoint; else it makes another one beside it.
-        io: How to write.
-        threads: That write, on each rank.
-        sharded: Whether of shards, most of which get to the ranks that write them through the exchange.
-        kind: What goes wrong: ``nothing``, ``kill at`` a time, ``kill in`` or ``fail`` a system call.
-        victim: The rank to which it happens.
-        after_s: How long after the start.
+        background: Whether `async_save` saves.
+        overwrite: Whether the save replaces the checkpoint; otherwise it makes another one next to it.
+        io: `SaveOptions.io`.
+        threads: Writing threads of each rank.
+        sharded: Whether the state is sharded, so that most bytes reach their writers through the exchange.
+        kind: The fault: ``nothing``, ``kill at`` a time, ``kill in`` or ``fail`` a system call.
+        victim: The rank that is hit.
+        after_s: Time from the start to the kill.
         call: The system call.
-        count: Which one of each thread.
-        error: How it fails.
+        count: Which of the calls of each thread.
+        error: The error that the call returns.
     """
 
     world: int
@@ -70,14 +70,14 @@ class Case:
 
     @property
     def faults(self) -> list[Fault]:
-        """What strace does."""
+        """The faults that strace injects."""
         if self.kind == "kill in":
             return [(self.call, f"signal=SIGKILL:when={self.count}")]
         return [(self.call, f"error={self.error}:when={self.count}")] if self.kind == "fail" else []
 
 
 def draw(rng: random.Random, *, sharded: bool = False) -> Case:
-    """Draws a case, of shards if it has to be."""
+    """Draws a case; with `sharded`, always a sharded state."""
     world = rng.randint(2 if sharded else 1, 4)
     return Case(
         world=world,
@@ -96,11 +96,11 @@ def draw(rng: random.Random, *, sharded: bool = False) -> Case:
 
 
 def attempt(rank: int, world: int, case: Case, path: Path, version: int) -> End:
-    """Saves on one rank; whoever is to die is dead afterwards, at the latest then."""
+    """Saves on one rank; a victim that is still alive at the end dies then."""
     value = shards(state(version), init_device_mesh("cpu", (world,))) if case.sharded else state(version)
     torch.distributed.barrier()
     struck = rank == case.victim
-    if struck and case.kind == "kill at":  # from outside: a thread of ours may have to wait
+    if struck and case.kind == "kill at":  # from another process, since a thread here may have to wait
         kill = f"import os, time; time.sleep({case.after_s}); os.kill({os.getpid()}, 9)"
         subprocess.Popen([sys.executable, "-S", "-E", "-c", kill])
     with striking(case.faults if struck else ()):
@@ -117,7 +117,7 @@ def attempt(rank: int, world: int, case: Case, path: Path, version: int) -> End:
 
 
 def judge(case: Case, ends: list[End | None], before: int, after: int | None) -> str:
-    """Returns how it ended; raises if that is not how it may end."""
+    """Returns the outcome; raises if it is not allowed."""
     living = [end for end in ends if end is not None]
     kinds = {end.kind for end in living}
     assert len(kinds) <= 1, f"the ranks ended differently: {ends}"
@@ -125,7 +125,7 @@ def judge(case: Case, ends: list[End | None], before: int, after: int | None) ->
     for end in living:
         assert end.seconds < _TIMEOUT_S + _SLACK_S, f"too late: {ends}"
         assert end.threads == [], f"threads are left: {ends}"
-    said = "nobody lives" if not living else "saved" if kinds == {"saved"} else "raised"
+    said = "all killed" if not living else "saved" if kinds == {"saved"} else "raised"
     if said == "saved":
         assert after == before + 1, f"it was not saved: {ends}"
     elif said == "raised":
@@ -134,13 +134,13 @@ def judge(case: Case, ends: list[End | None], before: int, after: int | None) ->
             assert kinds == {"PeerError"}, ends
             assert all(set(end.causes) == {case.victim} for end in living), f"the wrong rank is named: {ends}"
         if not case.kills:
-            assert after == before, f"there is a new one although its save failed: {ends}"
-    of_what = "sharded" if case.sharded else "whole"
-    return f"{of_what:8} {case.kind + ':':9} {said + ',':14}{'new' if after != before else 'old'}"
+            assert after == before, f"a failed save published its checkpoint: {ends}"
+    kind = "sharded" if case.sharded else "complete"
+    return f"{kind:8} {case.kind + ':':9} {said + ',':14}{'new' if after != before else 'old'}"
 
 
 def run(case: Case, root: Path, before: int) -> tuple[str, int]:
-    """Runs one case; returns how it ended, and the version that is there."""
+    """Runs one case; returns the outcome, and the version of the checkpoint afterwards."""
     path = root / ("one" if case.overwrite else "other")
     dies = {case.victim: 9} if case.kills else {}
     ends = run_ranks(attempt, case.world, deadline_s=60, dies=dies, case=case, path=path, version=before + 1)
@@ -153,7 +153,7 @@ def run(case: Case, root: Path, before: int) -> tuple[str, int]:
         assert version_of(fastload.load(root / "one")) == before
         shutil.rmtree(path, ignore_errors=True)
     if case.victim != 0 or case.kind == "nothing":
-        assert leftovers(root) == [], f"nothing kept the leader from cleaning up {leftovers(root)}"
+        assert leftovers(root) == [], f"the leader lived and left {leftovers(root)}"
     left = len(leftovers(root))
     after = before + 2
     saves.save(state(after), root / "one", background=False, overwrite=True, timeout_s=60.0)
@@ -163,7 +163,7 @@ def run(case: Case, root: Path, before: int) -> tuple[str, int]:
 
 
 def watch(path: Path, stop: Path) -> None:
-    """Loads again and again; prints what it found, and fails where it was not one whole state."""
+    """Loads until `stop` exists; prints a tally, and fails on anything but one complete state."""
     tally: Counter[str] = Counter()
     last = 0
     while not stop.exists():
@@ -175,7 +175,7 @@ def watch(path: Path, stop: Path) -> None:
             continue
         assert version >= last, f"{last} was followed by {version}"
         last = version
-        tally["reader: one whole state"] += 1
+        tally["reader: one complete state"] += 1
         time.sleep(0.02)
     for line, count in sorted(tally.items()):
         print(f"{count:5d}  {line}")

@@ -1,9 +1,9 @@
-"""Random states into random targets: all is restored, or it is refused and nothing was changed.
+"""Random states into random targets: each load restores everything, or is refused and changes nothing.
 
     python -m tests.soak.state --draws 2000 --seed 1 [--sharded]
 
-It stops at the first wrong end, makes it as small as it can, and shows it. With ``--sharded`` the states are
-DTensors of 2 to 6 ranks on meshes that are drawn, and what is right is what `full_tensor` says.
+It stops at the first unexpected outcome, shrinks the draw, and prints it. With ``--sharded`` the states are
+DTensors of 2 to 6 ranks on random meshes, compared with `full_tensor`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.soak.state_cases import draw, run
 __all__ = ["soak", "soak_sharded"]
 
 _WORLDS = (2, 3, 4, 4, 6)
-_NUM_IN_A_ROW = 20  # on the same processes, which keep the groups of all meshes
+_NUM_IN_A_ROW = 20  # draws on the same processes, which keep the groups of all meshes
 
 
 def soak(num_draws: int, seed: int, folder: Path) -> Counter[str]:
-    """Runs so many draws; returns how they ended."""
+    """Runs `num_draws` draws; returns how often each outcome came."""
     tally: Counter[str] = Counter()
 
-    # Seeds spread evenly; what hypothesis draws by itself it can make smaller when it fails.
+    # Seeds cover the space evenly; hypothesis can shrink its own draws when one fails.
     seeds = st.binary(min_size=12, max_size=12).map(random.Random)
     sources = st.one_of(seeds, seeds, seeds, st.randoms(use_true_random=False))
 
@@ -53,12 +53,12 @@ def soak(num_draws: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def soak_sharded(num_draws: int, seed: int, folder: Path) -> Counter[str]:
-    """Runs so many draws on several ranks; returns how they ended."""
+    """Runs `num_draws` draws on several ranks; returns how often each outcome came."""
     tally: Counter[str] = Counter()
     for first in range(0, num_draws, _NUM_IN_A_ROW):
         num = min(_NUM_IN_A_ROW, num_draws - first)
         world = _WORLDS[first // _NUM_IN_A_ROW % len(_WORLDS)]
-        with contextlib.redirect_stdout(io.StringIO()):  # what torch logs of meshes
+        with contextlib.redirect_stdout(io.StringIO()):  # torch's logs about meshes
             ends = run_ranks(
                 shard_cases.run_some, world, deadline_s=120, same=True,
                 seed=seed, first=first, num=num, folder=folder / str(first),
@@ -71,7 +71,7 @@ def soak_sharded(num_draws: int, seed: int, folder: Path) -> Counter[str]:
 @click.command()
 @click.option("--draws", default=2000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
-@click.option("--sharded", is_flag=True, help="DTensors on meshes that are drawn, on several ranks.")
+@click.option("--sharded", is_flag=True, help="DTensors on random meshes, on several ranks.")
 def main(draws: int, seed: int, sharded: bool) -> None:
     """Run the soak."""
     began = time.monotonic()
@@ -80,7 +80,7 @@ def main(draws: int, seed: int, sharded: bool) -> None:
     for line, count in sorted(tally.items()):
         click.echo(f"{count:5d}  {line}")
     seconds = time.monotonic() - began
-    click.echo(f"{draws} draws, seed {seed}: every one ended as it may ({seconds:.0f} s)")
+    click.echo(f"{draws} draws, seed {seed}: all outcomes as expected ({seconds:.0f} s)")
 
 
 if __name__ == "__main__":

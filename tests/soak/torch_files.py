@@ -1,8 +1,8 @@
-"""Mutated files of torch.save: each is refused with one error that names it, or loaded as it is.
+"""Mutated files of torch.save: each is refused with one error that names it, or loaded as it is now.
 
     python -m tests.soak.torch_files --mutations 20000 --seed 1
 
-It stops at the first wrong end and says how to repeat it.
+It stops at the first unexpected outcome and prints how to repeat it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fastload.errors import FastloadError
 from fastload.formats.torch_save.archive import read_directory
 from tests.torch_files import zipped
 
-MOST_S = 10.0  # for one file, on a busy machine
-MOST_GROWTH_KIB = 400 << 10  # of all memory, from the first hundred files to the last
+MOST_S = 10.0  # for one file on a busy machine
+MOST_GROWTH_KIB = 400 << 10  # growth of memory from the first hundred files to the last
 
 
 def state() -> Any:
-    """A small training, with tensors that lie in every way."""
+    """A small training, with tensors of every layout."""
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
@@ -88,7 +88,7 @@ def flip(data: bytearray, draw: random.Random) -> None:
 
 
 def flip_near(data: bytearray, draw: random.Random) -> None:
-    """Changes what says where things are: the pickle at the beginning, the directory at the end."""
+    """Changes the pickle at the beginning, or the directory at the end."""
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(min(4000, len(data)))
         data[at if draw.random() < 0.5 else -1 - at] = draw.choice(
@@ -123,7 +123,7 @@ MUTATIONS: list[Callable[[bytearray, random.Random], None]] = [flip, flip_near, 
 
 
 def mutated(kind: str, data: bytes, draw: random.Random) -> bytes:
-    """One mutation; half of those of zip files are of the pickle in it, in an archive that is whole."""
+    """Returns a mutated file; half of the repacked ones have a mutated pickle in an intact archive."""
     mutate = draw.choice(MUTATIONS)
     if kind != "repacked" or draw.random() < 0.5:
         found = bytearray(data)
@@ -158,9 +158,9 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def torch_reads_other_bytes(path: Path) -> bool:
-    """Whether torch takes something else for the storages than what lies where the directory says.
+    """Whether torch reads other bytes than those at the offsets in the directory.
 
-    It believes the local headers, and attributes that make a record a folder, of which it returns anything.
+    torch trusts the local headers, and attributes that turn a record into a folder.
     """
     data = path.read_bytes()
     records = read_directory(
@@ -176,10 +176,10 @@ def torch_reads_other_bytes(path: Path) -> bool:
 
 
 def end_of(path: Path, original: Any) -> str:
-    """Loads a file; says how that ended.
+    """Loads a file; returns the outcome.
 
     Raises:
-        AssertionError: As it may not.
+        AssertionError: The outcome is not allowed.
     """
     began, why = time.monotonic(), str(path)
     found = None
@@ -188,7 +188,7 @@ def end_of(path: Path, original: Any) -> str:
         found = fastload.load(path)
     except FastloadError as error:
         why = str(error)
-    assert str(path) in why, f"it does not say which file: {why}"
+    assert str(path) in why, f"the error does not name the file: {why}"
     assert time.monotonic() - began < MOST_S, "it took too long"
     if why != str(path):
         return "refused"
@@ -205,10 +205,10 @@ def end_of(path: Path, original: Any) -> str:
 
 
 def soak(mutations: int, first: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
-    """Mutates files, and counts how loading them ended.
+    """Mutates files, loads them, and counts the outcomes.
 
     Raises:
-        SystemExit: As it may not.
+        SystemExit: An outcome is not allowed.
     """
     torch.manual_seed(seed)
     ends: Counter[tuple[str, str]] = Counter()
@@ -248,7 +248,7 @@ def main(mutations: int, first: int, seed: int) -> None:
         ends = soak(mutations, first, seed, Path(name))
     for (kind, end), count in sorted(ends.items()):
         click.echo(f"{kind:10} {end:28} {count:6d}")
-    click.echo(f"{mutations} mutations, seed {seed}: every one ended as it may")
+    click.echo(f"{mutations} mutations, seed {seed}: all outcomes as expected")
 
 
 if __name__ == "__main__":
