@@ -359,6 +359,32 @@ class CheckpointManager:
         # All saves end first, so that no rank lists checkpoints that another one is about to delete.
         return self._history.look(self._finish)
 
+    def prefetch(self, step: int | None = None, *, options: LoadOptions | None = None) -> None:
+        """Begins to read the checkpoint that `restore` will restore, in the background.
+
+        A call of all ranks, for example before the model is built::
+
+            with fastload.CheckpointManager("runs/7") as manager:
+                manager.prefetch()
+                state = {"model": build_model(), "step": 0}
+                if manager.latest() is not None:
+                    manager.restore(into=state)
+
+        Each rank reads and verifies a share into host memory, which the next `restore` releases; see
+        `fastload.prefetch`. `restore` reads from storage if there is a newer checkpoint by then, or if it is
+        given `options`, `process_group` or `storage_options` of its own. Nothing is read if the newest
+        checkpoint is in memory, or if there is none.
+
+        Args:
+            step: As for `restore`.
+            options: How to read and load it; None for the defaults.
+
+        Raises:
+            FastloadError: As for `fastload.prefetch`, except for damage, which `restore` deals with.
+        """
+        self._require_open()
+        self._restorer.prefetch(step, options, self._finish)
+
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
 
@@ -416,6 +442,7 @@ class CheckpointManager:
         if self._open_in != os.getpid():
             return
         self._open_in = None
+        self._restorer.end_prefetch()
         try:
             self._finish()
         finally:

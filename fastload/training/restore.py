@@ -20,11 +20,13 @@ from fastload.errors import (
     StorageError,
     proves_damage,
 )
+from fastload.options import LoadOptions
 from fastload.report import LoadReport
 from fastload.training.catalog import Catalog, Entry
 from fastload.training.retention import Point, branch_for
 
 if TYPE_CHECKING:
+    from fastload.loading.checkpoint import Checkpoint
     from fastload.memory_tier.restore import InMemoryCheckpoint
     from fastload.memory_tier.tier import MemoryTier
 
@@ -256,6 +258,7 @@ class CheckpointRestorer:
         self._history = history
         self._tier = tier
         self._has_noted = False
+        self._prefetched: tuple[_Candidate, Checkpoint] | None = None
 
     def note_memory(self) -> None:
         """Notes the in-memory checkpoints, once: those saved from here on are newer.
@@ -278,6 +281,40 @@ class CheckpointRestorer:
         """Returns the complete in-memory checkpoints, oldest first. With a tier, a call of all ranks."""
         found = self._tier.survey() if self._tier is not None else []
         return [each for each in found if each.is_complete]
+
+    def prefetch(self, step: int | None, options: LoadOptions | None, finish: Callable[[], object]) -> None:
+        """Begins to read the checkpoint that `restore` would load from storage, if there is one.
+
+        Args:
+            step: As for `restore`.
+            options: How to load it; None for the defaults.
+            finish: As for `restore`.
+
+        Raises:
+            FastloadError: As for `fastload.prefetch`, unless the checkpoint is damaged.
+        """
+        self.end_prefetch()
+        listing = self._history.look(finish)
+        in_memory = self._tier.survey() if self._tier is not None else []
+        candidates = self._candidates(step, listing, in_memory, ())
+        if not candidates or candidates[-1].found is not None:
+            return
+        chosen = candidates[-1]
+        reason = _why_not_from_memory(in_memory) if self._tier is not None else ""
+        _, given = self._prepare(chosen, candidates, {"options": options}, reason)
+        try:
+            checkpoint = api.prefetch(os.fspath(self._catalog.path(chosen.step)), **given)
+        except FastloadError as error:
+            if not chosen.is_to_blame(error):
+                raise  # else `restore` finds the same, and takes another one
+        else:
+            self._prefetched = chosen, checkpoint
+
+    def end_prefetch(self) -> None:
+        """Releases what was read ahead."""
+        found, self._prefetched = self._prefetched, None
+        if found is not None:
+            found[1].close()
 
     def restore(self, step: int | None, arguments: Mapping[str, Any], finish: Callable[[], object]) -> Any:
         """Loads a checkpoint; see `CheckpointManager.restore`.
@@ -324,6 +361,8 @@ class CheckpointRestorer:
             else:
                 self._settle(step, chosen, in_memory, reason)
                 return state
+            finally:
+                self.end_prefetch()
 
     def _look_again(self, step: int) -> Listing:
         """Lists again, and notes that a step is damaged, unless another process has deleted it meanwhile."""
@@ -362,6 +401,26 @@ class CheckpointRestorer:
     def _load(
         self, chosen: _Candidate, others: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
     ) -> Any:
+        restored, given = self._prepare(chosen, others, arguments, reason)
+        if chosen.found is not None and self._tier is not None:
+            state = self._tier.load(chosen.found, given)
+        elif self._is_prefetched(chosen, arguments):
+            assert self._prefetched is not None
+            state = self._prefetched[1].load(**arguments)
+        else:
+            state = api.load(os.fspath(self._catalog.path(chosen.step)), **given)
+        self.restored = restored
+        return state
+
+    def _is_prefetched(self, chosen: _Candidate, arguments: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint was read ahead in the way in which it is to be loaded."""
+        is_same = self._prefetched is not None and self._prefetched[0] == chosen
+        return is_same and not arguments.keys() & self._defaults.keys()
+
+    def _prepare(
+        self, chosen: _Candidate, others: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
+    ) -> tuple[RestoredCheckpoint, dict[str, Any]]:
+        """Returns what a load restores, and the arguments for it."""
         given = {**self._defaults, **arguments}
         given["options"] = options = given["options"] or self._defaults["options"]
         if chosen.found is None:
@@ -373,12 +432,7 @@ class CheckpointRestorer:
         if options.on_report is not None:
             on_report = partial(_report_source, options.on_report, restored)
             given["options"] = replace(options, on_report=on_report)
-        if chosen.found is None or self._tier is None:
-            state = api.load(os.fspath(self._catalog.path(chosen.step)), **given)
-        else:
-            state = self._tier.load(chosen.found, given)
-        self.restored = restored
-        return state
+        return restored, given
 
     def _settle(
         self,

@@ -229,6 +229,35 @@ def test_restore_falls_back_past_what_is_damaged_and_what_is_incomplete(
         return manager.all_steps()
 
 
+@ranks(2)
+def test_a_checkpoint_that_is_read_ahead_is_restored_without_storage(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    reports: list[fastload.LoadReport] = []
+    options = fastload.LoadOptions(timeout_s=20, on_report=reports.append)
+    with manage(tmp_path) as manager:
+        manager.prefetch()  # of nothing
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        for given, wanted in ((None, 3), (1, 1)):
+            manager.prefetch(given, options=options)
+            assert manager.restore(step=given)["step"] == wanted
+            assert (reports[-1].bytes_read, reports[-1].source) == (0, "storage")
+        manager.prefetch(options=options)
+        manager.save(4, state_of(4))
+        assert manager.restore()["step"] == 4
+        assert len(reports) == 2, "options of the restore hold for what was not read ahead"
+        dist.barrier()
+        if rank == 0:
+            flip(tmp_path / "step_00000004/model.safetensors", -1)
+        dist.barrier()
+        manager.prefetch()
+        with warned("fastload.training.restore") as lines:
+            assert manager.restore()["step"] == 3
+        assert ["cannot be restored, falling back to 3" in line for line in lines] == [True] * (rank == 0)
+        manager.prefetch()  # and never restored
+
+
 @ranks(3, same=True)
 def test_what_is_damaged_does_not_count_as_one_of_the_last(
     rank: int, world: int, tmp_path: Path
