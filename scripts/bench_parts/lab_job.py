@@ -88,16 +88,22 @@ class Job(Ranks):
             checkpoint, target = self.settings[which], self.targets[which]
             place = folder / checkpoint["name"] if folder else None
             places = Places(checkpoint["http"], checkpoint["s3"], place, target.module)
-            before = self.crossed()
             warm_memory(checkpoint["nbytes"])
             if target.module is not None:
                 sharded.clear(target.module)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
+            resident = resident_bytes("VmRSS")
+            if arm.prepare is not None:
+                arm.prepare(places)
+            before = self.crossed()
             dist.barrier()
             row = {}
             try:
                 row = timed(arm, places, client, "" if turn > 0 else target.digest)
             except Exception as caught:
                 error = describe(caught)
+            state_bytes = target.nbytes if target.module is None else 0
+            row["memory_bytes"] = resident_bytes("VmHWM") - resident - state_bytes
             gc.collect()
             rows = self.gather(error, row | {"wanted_bytes": target.nbytes if self.first_on_host else 0})
             if rows is None:
@@ -114,6 +120,7 @@ class Job(Ranks):
                     "storage_bytes": crossed.read,
                     "exchanged_bytes": crossed.exchanged,
                     "most_entered_bytes": max(crossed.entered, default=0),
+                    "memory_bytes": max(row["memory_bytes"] for row in rows),
                     "wanted_bytes": sum(row["wanted_bytes"] for row in rows),
                     "report": places.reports[0] if places.reports else None,
                 }
@@ -157,6 +164,12 @@ def warm_memory(nbytes: int) -> None:
     and depends on what else the host does: that is to be no part of the comparison.
     """
     allocate_staging(nbytes, pinned=False).zero_()
+
+
+def resident_bytes(field: str) -> int:
+    """Memory of this process: now (``VmRSS``), or at most (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def cpu_s(pid: int) -> float:

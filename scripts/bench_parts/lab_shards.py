@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fastload
-from bench_parts import sharded
+from bench_parts import lab_arms, sharded
 from bench_parts.baselines import State
-from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned
+from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned, prefetch
 from bench_parts.tables import AS_IT_WAS, FLOOR
 from fastload import LoadOptions
 from fastload.cli.load import Sharding
@@ -70,6 +70,7 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
     arms += [
         Arm("fastload auto", fastload_http),
         Arm(AS_IT_WAS, fastload_http),
+        Arm("fastload prefetched", fastload_prefetched, prepare=prefetch),
         Arm("fastload auto (mount)", fastload_mounted, reads="mount"),
         Arm("fastload DCP", fastload_dcp),
         Arm("fastload DCP (mount)", fastload_dcp_mounted, reads="mount"),
@@ -77,6 +78,12 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
     ]
     arms += [Arm(f"fastload {text}", partial(fastload_http, **parse_tuned(text))) for text in tuned]
     return arms
+
+
+def fastload_prefetched(places: Places) -> State:
+    lab_arms.fastload_prefetched(places)
+    assert places.target is not None
+    return sharded.local_parts(places.target)
 
 
 def fastload_http(places: Places, **options: Any) -> State:

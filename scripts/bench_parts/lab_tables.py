@@ -29,6 +29,7 @@ class Cell:
         least_exchanged: What the hosts want, less the checkpoint once. No less will do if every byte is read
             once; where a part lies strided in files, more, as a reader then gets what others want as well.
         cpu_s: CPU seconds of all ranks and their mounts per GiB of checkpoint; median.
+        memory: Most bytes of memory that a rank took beyond the state; median.
         report: fastload's own, of the last run.
     """
 
@@ -41,6 +42,7 @@ class Cell:
     entered: float
     least_exchanged: float
     cpu_s: float
+    memory: float
     report: dict[str, Any] | None
 
 
@@ -73,6 +75,7 @@ def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
             entered=median(arm, "most_entered_bytes") / nbytes,
             least_exchanged=median(arm, "wanted_bytes") / nbytes - 1,
             cpu_s=median(arm, "cpu_s", "mount_cpu_s") / (nbytes / GIB),
+            memory=median(arm, "memory_bytes"),
             report=runs[-1]["report"],
         )
         for arm, runs in by_arm.items()
@@ -125,7 +128,7 @@ def _print_stages(measured: dict[int, dict[str, Cell]], regime: str) -> None:
     """Prints where fastload spent its time by its own report, the longest of all ranks."""
     table = Table(box=SIMPLE_HEAD, title=f"{regime}: inside fastload, last run, maximum over ranks")
     names = ("read_s", "exchange_s", "place_s", "exposed_s", "total_s")
-    heads = ("hosts", "arm", "strategy", "chunk KiB", "rounds", "depth", *names)
+    heads = ("hosts", "arm", "strategy", "chunk KiB", "rounds", "depth", "memory MiB", *names)
     for head in heads:
         table.add_column(
             head.replace("_s", " s"), justify="left" if head in ("arm", "strategy") else "right", no_wrap=True
@@ -134,9 +137,15 @@ def _print_stages(measured: dict[int, dict[str, Cell]], regime: str) -> None:
         for arm, cell in by_arm.items():
             if report := cell.report:
                 counts = (report["chunk_bytes"] // 1024, report["num_rounds"], report["depth"])
+                memory = "–" if math.isnan(cell.memory) else f"{cell.memory / 2**20:.0f}"
                 seconds = (max(rank[name] for rank in report["ranks"]) for name in names)
                 table.add_row(
-                    str(hosts), arm, report["strategy"], *map(str, counts), *(f"{s:.2f}" for s in seconds)
+                    str(hosts),
+                    arm,
+                    report["strategy"],
+                    *map(str, counts),
+                    memory,
+                    *(f"{s:.2f}" for s in seconds),
                 )
     if table.rows:
         print_table(table)
