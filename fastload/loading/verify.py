@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import partial
+from itertools import count
 from typing import Any
 
-from fastload.base.memory import allocate_staging, host_view
 from fastload.comm.failures import require_same
 from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
@@ -18,8 +15,9 @@ from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.loading.load import Session
+from fastload.loading.targets import TensorWriter
 from fastload.report import RankReport, VerifyReport
-from fastload.transfer.pipeline import read_threads
+from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
 from fastload.transfer.plan import plan_transfer
 from fastload.transfer.read import ChunkReader, Damage, Verifier
 
@@ -74,58 +72,43 @@ class _Verification:
         )
 
     def run(self) -> VerifyReport:
-        """Reads everything; see `verify`."""
+        """Verifies all parts; see `verify`."""
         world, what = self._world, f"verifying {self._access.manifest.url}"
         require_same(world.agree(what, lambda: {"call": "verify"}))
         began, already_read = time.perf_counter(), self._access.storage.bytes_read
+        pipeline: list[Pipeline] = []
 
         def work() -> dict[str, Any]:
-            try:
-                self._read_all()
-            except Exception:
-                self.reader.stop()
-                raise
-            report = self._rank_report(time.perf_counter() - began, already_read)
+            if world.rank in self._plan.readers:
+                pipeline.append(self._open())
+                pipeline[0].run()
+            staged_bytes = pipeline[0].buffer_bytes if pipeline else 0
+            report = self._rank_report(time.perf_counter() - began, already_read, staged_bytes)
             return {"report": Each(report.pack()), "num": self._damage.num, "damage": self._damage.first()}
 
         try:
             found = world.settle(what, work)
             world.acknowledge()
         finally:
+            if pipeline:
+                pipeline[0].close()
             self.reader.close(wait_s=min(1.0, world.grace_s))
         return self._report(found)
 
-    def _read_all(self) -> None:
-        plan, rank = self._plan, self._world.rank
-        buffers = [allocate_staging(self._buffer_bytes, pinned=False) for _ in range(self._num_buffers)]
-        reads: deque[Future[None]] = deque()
-        for index in range(plan.num_rounds if buffers else 0):
-            if len(reads) == len(buffers):
-                self._finish(reads, index - len(buffers))
-            chunk = plan.chunk(index, rank)
-            view = host_view(buffers[index % len(buffers)][: chunk.nbytes])
-            reads.append(self.reader.submit(plan.byte_ranges(chunk), [view]))
-        while reads:
-            self._finish(reads, plan.num_rounds - len(reads))
+    def _open(self) -> Pipeline:
+        """Opens the pipeline of a rank that reads; nobody receives anything."""
+        world, plan, progress = self._world, self._plan, self._options.progress
+        round_bytes = plan.chunk_bytes * len(plan.readers)
+        rounds = count(1)
 
-    @property
-    def _num_buffers(self) -> int:
-        return min(self._plan.depth, self._plan.num_rounds) if self._world.rank in self._plan.readers else 0
+        def note(*_: int) -> None:
+            if progress is not None:
+                progress(min(next(rounds) * round_bytes, plan.total_bytes), plan.total_bytes)
 
-    @property
-    def _buffer_bytes(self) -> int:
-        return self._plan.largest_chunk_bytes(self._world.rank)
+        nowhere = TensorWriter([])
+        return open_pipeline(world, plan, self.reader, nowhere, order=(), machines=(), progress=note)
 
-    def _finish(self, reads: deque[Future[None]], index: int) -> None:
-        """Waits for the first read, unless another rank fails."""
-        # No frame refers to it: else error → traceback → frame → read → error would keep the buffers alive.
-        self._world.await_work(reads.popleft(), partial(self.reader.overdue, 0.0))
-        if self._options.progress is not None:
-            plan = self._plan
-            done = (index + 1) * plan.chunk_bytes * len(plan.readers)
-            self._options.progress(min(done, plan.total_bytes), plan.total_bytes)
-
-    def _rank_report(self, total_s: float, already_read: int) -> RankReport:
+    def _rank_report(self, total_s: float, already_read: int, staged_bytes: int) -> RankReport:
         world, access = self._world, self._access
         return RankReport(
             rank=world.rank,
@@ -136,7 +119,7 @@ class _Verification:
             bytes_verified=self.reader.verified.total,
             read_s=self.reader.watch.seconds,
             total_s=total_s,
-            peak_staging_bytes=self._num_buffers * self._buffer_bytes,
+            peak_staging_bytes=staged_bytes,
             retries=access.storage.num_retries + self.reader.rereads.total,
         )
 

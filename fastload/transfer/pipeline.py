@@ -426,7 +426,7 @@ class Pipeline:
             return None
         self.broken |= broken
         self._ahead.drop(give_up=self._world.peer_failed)
-        left = plan.without(broken, lacking, num_posted)
+        left = plan.without(broken, lacking, num_posted) if plan.exchanges else None
         if left is None:
             raise self._starter.read_error or Interrupted("no rank is left that can read")
         return left

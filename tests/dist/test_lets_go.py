@@ -23,7 +23,6 @@ import fastload
 from fastload.comm import shared_memory
 from fastload.errors import FastloadError, StorageError
 from fastload.loading import targets
-from fastload.loading import verify as verification
 from fastload.staging.write_files import FileWriter
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
@@ -61,7 +60,7 @@ def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
         (transport, "allocate_staging"), (shared_memory, "_map"),
-        (verification, "allocate_staging"), (targets, "allocate"),
+        (targets, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)
 
