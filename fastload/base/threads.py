@@ -61,8 +61,6 @@ class Workers:
         self._threads: list[Task] = []
         self._lock = threading.Lock()
         self._num_calls = 0
-        self._num_serving = 0
-        self._at_end: list[Callable[[], object]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -95,7 +93,6 @@ class Workers:
             self._most = len(self._threads)
         else:
             self._threads.append(thread)
-            self._num_serving += 1
 
     def close(self, *, wait_s: float) -> bool:
         """Ends the threads after the calls submitted so far; returns whether they ended in time."""
@@ -106,25 +103,7 @@ class Workers:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def at_end(self, call: Callable[[], object]) -> None:
-        """Makes a call once all threads have ended: now, or in the last one to end."""
-        with self._lock:
-            if self._num_serving:
-                self._at_end.append(call)
-                return
-        call()
-
     def _serve(self) -> None:
-        try:
-            self._serve_all()
-        finally:
-            with self._lock:
-                self._num_serving -= 1
-                calls = self._at_end if not self._num_serving else []
-            for call in calls:
-                call()
-
-    def _serve_all(self) -> None:
         while (submitted := self._calls.get()) is not None:
             call, future = submitted
             del submitted

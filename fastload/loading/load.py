@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import groupby
 from operator import and_
 from typing import Any, Protocol
@@ -71,7 +71,6 @@ class Session:
     Attributes:
         opened: The checkpoint as the next load finds it.
         report: The report of the last load, or None.
-        reader: Reads the chunks of the last load; None before the first.
         has_failed: Whether a load has failed.
         is_closed: Whether it is closed.
     """
@@ -85,7 +84,6 @@ class Session:
         tracing.synchronize(access.hosts)
         self.opened = Opened(world, access, options, verifier, tracing, access.storage.bytes_read)
         self.report: LoadReport | None = None
-        self.reader: ChunkReader | None = None
         self.has_failed = False
         self.is_closed = False
 
@@ -120,15 +118,10 @@ class Session:
             self.opened.world.leave(error)
 
     def close(self) -> None:
-        """Closes storage, once no read is under way: a closed descriptor may soon be another file's."""
+        """Closes storage, once no read is under way."""
         self.is_closed, self._held = True, None
-        close = self.opened.access.storage.close
-        if self.reader is not None:
-            close = partial(self.reader.at_end, close)
-        if (pending := self._prefetch) is not None:
-            self._end_prefetch()
-            close = partial(pending.reader.at_end, close)
-        close()
+        self._end_prefetch()
+        self.opened.access.storage.close()
 
     def prefetch(self) -> None:
         """Begins to read this rank's share into host memory, on all ranks.
@@ -205,9 +198,7 @@ class Session:
     def _prepare(self, opened: Opened, request: Request, staging_bytes: int | None) -> Job:
         if staging_bytes is not None:
             opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
-        job = prepare(opened, request)
-        self.reader = job.pipeline.reader
-        return job
+        return prepare(opened, request)
 
     def settle(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
         """Runs a load, agrees with all ranks on its outcome, and restores the state.
@@ -255,7 +246,6 @@ class Session:
                     break
                 broken |= unread_from.keys()
                 passes.append(prepare_rest(passes[-1], unread_from))
-                self.reader = passes[-1].pipeline.reader
             broken |= job.pipeline.broken
         finally:
             passes[-1].close()

@@ -32,9 +32,7 @@ def verify(session: Session) -> VerifyReport:
         ChecksumError: Blocks are damaged; the same error on all ranks.
         PeerError: A rank could not read its part.
     """
-    verification = _Verification(session)
-    session.reader = verification.reader
-    return verification.run()
+    return _Verification(session).run()
 
 
 class _Verification:

@@ -369,13 +369,10 @@ class Stage:
             job.pipeline.close()
             job.pipeline.reader.stop()
             ended = job.writer.close()
-            job.pipeline.reader.at_end(self._access.storage.close)
-            if job.storage is not self._access.storage:
-                job.pipeline.reader.at_end(job.storage.close)
+            job.storage.close()
             if not job.pipeline.reader.close(wait_s=min(1.0, self._world.grace_s)):
                 _log.warning("%s: a read is still under way", self._what)
-        else:
-            self._access.storage.close()
+        self._access.storage.close()
         ended &= self._flusher.close(wait_s=min(1.0, self._world.grace_s))
         if self._copy is not None and ended:
             # A write that hangs needs its descriptor: the number of a closed one may soon be another file's.

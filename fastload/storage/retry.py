@@ -76,6 +76,8 @@ class PatientStorage(Storage):
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._num_retries = 0
+        self._num_requests = 0  # under way
+        self._is_closed = False
         self._listing: list[str] | None = None
         self._stats: dict[str, FileStat | None] = {}
 
@@ -150,14 +152,28 @@ class PatientStorage(Storage):
         self._stopped.set()
 
     def close(self) -> None:
-        self.stop()
-        self._storage.close()
+        """Refuses new requests, and closes the storage: now, or after the last request under way."""
+        with self._lock:
+            self.stop()
+            is_due = not (self._is_closed or self._num_requests)
+            self._is_closed = True
+        if is_due:
+            self._storage.close()
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        self._require_running()
-        return patiently(
-            ask, _is_transient, retries=self._retries, timeout_s=self._timeout_s, wait=self._wait
-        )
+        with self._lock:
+            self._require_running()
+            self._num_requests += 1
+        try:
+            return patiently(
+                ask, _is_transient, retries=self._retries, timeout_s=self._timeout_s, wait=self._wait
+            )
+        finally:
+            with self._lock:
+                self._num_requests -= 1
+                is_last = self._is_closed and not self._num_requests
+            if is_last:
+                self._storage.close()
 
     def _wait(self, pause_s: float) -> None:
         with self._lock:

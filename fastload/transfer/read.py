@@ -309,10 +309,6 @@ class ChunkReader:
         self.held = None
         return self._workers.is_idle
 
-    def at_end(self, call: Callable[[], object]) -> None:
-        """Makes a call once no read is under way: now, or in the last thread to end."""
-        self._workers.at_end(call)
-
     def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
         if (held := self.held) is not None:
             byte_ranges, buffers = held.fill(byte_ranges, buffers)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastload.errors import StorageError
+from fastload.errors import Interrupted, StorageError
 from fastload.formats.manifest import FileEntry
 from fastload.geometry.ranges import ByteRange
 from fastload.storage import PatientStorage, retry
@@ -70,6 +70,42 @@ def test_a_read_that_storage_does_not_answer_is_under_way(storage: PatientStorag
     os.close(end)
     with pytest.raises(StorageError):
         read.result(30.0)
+    assert reader.close(wait_s=30.0)
+
+
+class Slow(LocalStorage):
+    """Is slow to answer, and notes when it is closed."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.num_closed = 0
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], *args: Any) -> None:
+        self.asked.set()
+        self.may_answer.wait(30.0)
+        super().read_into(name, offset, buffers, *args)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        super().close()
+
+
+def test_a_storage_is_closed_once_no_read_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(_TEXT)
+    slow, buffer = Slow(str(tmp_path)), bytearray(len(_TEXT))
+    storage = PatientStorage(slow, retries=0, timeout_s=30.0)
+    reader = reader_of(storage, "file")
+    read = reader.submit([ByteRange(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
+    assert slow.asked.wait(30.0)
+    storage.close()
+    storage.close()
+    assert not slow.num_closed
+    slow.may_answer.set()
+    read.result(30.0)
+    assert (bytes(buffer), slow.num_closed) == (_TEXT, 1)
+    with pytest.raises(Interrupted):
+        reader.submit([ByteRange(0, 0, len(_TEXT), 0)], [memoryview(buffer)]).result(30.0)
     assert reader.close(wait_s=30.0)
 
 
