@@ -75,9 +75,6 @@ class Session:
         is_closed: Whether it is closed.
     """
 
-    _prefetch: Prefetch | None = None  # until all ranks have read their shares
-    _held: tuple[HeldBytes, Holders] | None = None  # from then on
-
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         verifier = Verifier(access.manifest) if access.manifest.block_bytes and options.verify else None
         tracing = Tracing(world, options.trace)
@@ -86,6 +83,8 @@ class Session:
         self.report: LoadReport | None = None
         self.has_failed = False
         self.is_closed = False
+        self._prefetch: Prefetch | None = None  # until all ranks have read their shares
+        self._held: tuple[HeldBytes, Holders] | None = None  # from then on
 
     @property
     def manifest(self) -> Manifest:
@@ -185,20 +184,12 @@ class Session:
             if self._held is not None:
                 held, holders = self._held
                 opened = replace(opened, access=replace(opened.access, held=held, holders=holders))
-            job = self._prepare(opened, request, staging_bytes)
-            loaded = self.settle(job)
+            if staging_bytes is not None:
+                opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
+            loaded = self.settle(prepare(opened, request))
             if loaded is not None:
                 return loaded
             self.reopen_exactly()
-
-    def prepare(self, request: Request) -> Job:
-        """Prepares a load from storage on all ranks; see the function `prepare`."""
-        return self._prepare(self.opened, request, None)
-
-    def _prepare(self, opened: Opened, request: Request, staging_bytes: int | None) -> Job:
-        if staging_bytes is not None:
-            opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
-        return prepare(opened, request)
 
     def settle(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
         """Runs a load, agrees with all ranks on its outcome, and restores the state.
@@ -476,11 +467,6 @@ class MatchedRequest:
             return f"the process group's backend between {self.matched.device.type} devices"
         return "no two ranks want the same bytes, or they form too many groups for communicators of devices"
 
-    @property
-    def rank_request(self) -> RankRequest:
-        """The bytes that this rank wants, for the other ranks."""
-        return request_of(self.opened.access.manifest, self.matched.destinations)
-
 
 def decide(opened: Opened, *, fast_links: bool = False) -> StrategyChoice:
     """Chooses the strategy of a load.
@@ -710,34 +696,34 @@ def _prepare_sharded(own: MatchedRequest) -> Job:
     opened = own.opened
     manifest = opened.access.manifest
     what = f"telling what each rank wants of {manifest.url}"
-    packed = opened.world.gather_bytes(what, lambda: own.rank_request.packed)
+    wanted: list[RankRequest] = []
+
+    def tell() -> bytes:
+        wanted.append(request_of(manifest, own.matched.destinations))
+        return wanted[0].packed
+
+    packed = opened.world.gather_bytes(what, tell)
 
     def open_it() -> Job:
         requests = RankRequests.unpack(packed)
         # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
         contiguous = opened.access.is_mounted and not own.decision.alone
         sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
-        if not own.decision.alone:
-            return _open_routed(own, sharing, sharing.union_bytes)
-        alone = RankRequests((own.rank_request,), ((opened.world.rank,),))
-        return _open_routed(
-            own, SharingGroups(manifest.extents, alone, opened.block_bytes), sharing.union_bytes
+        bytes_wanted = sharing.union_bytes
+        if own.decision.alone:
+            alone = RankRequests((wanted[0],), ((opened.world.rank,),))
+            sharing = SharingGroups(manifest.extents, alone, opened.block_bytes)
+        plan = plan_routes(
+            sharing,
+            own.decision.readers_for(opened.world.rank),
+            order=ring_order(opened.access.hosts),
+            staging_bytes=opened.options.staging_bytes,
+            chunk_bytes=opened.options.chunk_bytes,
+            holders=opened.access.holders,
         )
+        return _open_job(own, plan, bytes_wanted)
 
     return _agree(own, open_it)
-
-
-def _open_routed(own: MatchedRequest, sharing: SharingGroups, bytes_wanted: int) -> Job:
-    opened = own.opened
-    plan = plan_routes(
-        sharing,
-        own.decision.readers_for(opened.world.rank),
-        order=ring_order(opened.access.hosts),
-        staging_bytes=opened.options.staging_bytes,
-        chunk_bytes=opened.options.chunk_bytes,
-        holders=opened.access.holders,
-    )
-    return _open_job(own, plan, bytes_wanted)
 
 
 def _agree(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:

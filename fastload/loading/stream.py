@@ -25,7 +25,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import OWN_PREFIX
 from fastload.geometry.box import Box
-from fastload.loading.load import Job, Opened, Session, decide
+from fastload.loading.load import Job, Opened, Session, decide, prepare
 from fastload.loading.match import BoxesByName, BoxRequest, Match, checked_boxes
 from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.selection import RankView
@@ -146,7 +146,7 @@ def stream_tensors(
         session.reopen_exactly()  # tensors that were handed out cannot be loaded again
     mapped = _map_files(session.opened, device) if borrow else None
     room_bytes = session.opened.options.staging_bytes // 2
-    return StreamTransfer(session, session.prepare(StreamRequest(names, device, room_bytes, mapped)))
+    return StreamTransfer(session, prepare(session.opened, StreamRequest(names, device, room_bytes, mapped)))
 
 
 def _map_files(opened: Opened, device: torch.device | str | None) -> MappedFiles | None:
