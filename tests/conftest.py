@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import string
 import subprocess
-from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
 
-_LAB = "tests/lab/"
-_LONG = (_LAB, "tests/e2e/", "tests/crash/", "tests/dist/", "tests/storage/")
+_LONG = "tests/lab/test_slurm.py tests/lab/ tests/e2e/ tests/crash/ tests/dist/ tests/storage/".split()
+
+# A lab for each worker, with names and addresses of its own.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["FASTLOAD_LAB"] = string.ascii_lowercase[int(worker.removeprefix("gw"))]
 
 # torch asks for the name of each peer it connects to: where an answer is lost, that is 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -35,21 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
-
-
-class Scheduling(LoadScopeScheduling):
-    """Deals files to workers in order; those of the lab are one worker's, as there is one lab.
-
-    That worker mostly waits, and others wait now and then: so there may be two more of them than cores.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _LAB if nodeid.startswith(_LAB) else nodeid.split("::", 1)[0]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

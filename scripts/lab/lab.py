@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import network
@@ -86,7 +87,6 @@ def up(args: argparse.Namespace) -> int:
         "host_rate": link,
         "storage_rate": args.storage_rate,
         "share_rate": share,
-        "made_netns_mount": not network.is_mounted(NETNS_DIR),
     }
     LAB_DIR.mkdir(parents=True, exist_ok=True)
     try:
@@ -95,7 +95,8 @@ def up(args: argparse.Namespace) -> int:
     except FileExistsError:
         raise LabError("another `up` is at work") from None
     try:
-        network.make_network(args.hosts)
+        with shared_folders():
+            network.make_network(args.hosts)
         network.shape(state)
         wait_for_services(start_services())
     except BaseException:
@@ -127,22 +128,31 @@ def down(args: argparse.Namespace) -> int:
 
 def tear_down() -> None:
     """Remove whatever of the lab exists, in the order that lets a second try finish."""
-    made_netns_mount = False
-    with contextlib.suppress(OSError, ValueError):
-        made_netns_mount = json.loads(STATE.read_text())["made_netns_mount"]
     end_processes(pids_in_namespaces)
     for name in network.namespaces():
         call("ip", "netns", "delete", name)
     for directory in (*ETC_NETNS.glob(f"{network.PREFIX}*"), SERVICES, LOGS, slurm.SLURM, DATA_DIR):
         if directory.exists():
             shutil.rmtree(directory)
-    if made_netns_mount and network.is_mounted(NETNS_DIR) and not any(NETNS_DIR.iterdir()):
-        call("umount", str(NETNS_DIR))
-        NETNS_DIR.rmdir()
-    STATE.unlink(missing_ok=True)
-    for directory in (ETC_NETNS, LAB_DIR):
-        with contextlib.suppress(OSError):  # not there, or not empty and so not ours
-            directory.rmdir()
+    with shared_folders():
+        if network.is_mounted(NETNS_DIR) and not any(NETNS_DIR.iterdir()):
+            call("umount", str(NETNS_DIR))
+            NETNS_DIR.rmdir()
+        STATE.unlink(missing_ok=True)
+        for directory in (ETC_NETNS, LAB_DIR):
+            with contextlib.suppress(OSError):  # not there, or not empty and so not ours
+                directory.rmdir()
+
+
+@contextlib.contextmanager
+def shared_folders() -> Iterator[None]:
+    """Keeps other labs from making or removing the folders that all labs share."""
+    folder = os.open("/run", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 # --------------------------------------------------------------------------------------------- run

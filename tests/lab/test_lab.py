@@ -76,12 +76,13 @@ def payload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traces() -> dict[str, object]:
-    """What a lab could leave behind on the machine."""
+    """What this lab could leave behind on the machine, where others may come and go."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    places = ("/run/netns", "/etc/netns", f"/run/{NAME}", f"/var/tmp/{NAME}")
+    ours = [place for place in mounts if PREFIX in place or NAME in place]
+    places = (*Path("/etc/netns").glob(f"{PREFIX}*"), f"/run/{NAME}", f"/var/tmp/{NAME}")
     return {
-        "mounts": sorted(mounts),
-        "places": {place: os.path.exists(place) for place in places},
+        "mounts": sorted(ours),
+        "places": [str(place) for place in places if os.path.exists(place)],
         "links": sorted(os.listdir("/sys/class/net")),
         "services": [
             path.parent.name

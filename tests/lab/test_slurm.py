@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -295,41 +296,51 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("template", ["srun", "torchrun"])
-def test_returns_without_a_save_are_limited(template: str, saves: bool, tmp_path: Path) -> None:
-    checkpoints, program = tmp_path / "checkpoints", tmp_path / "stopped.py"
-    for name in ("step", ".pending"):
-        (checkpoints / name).mkdir(parents=True)
-    program.write_text(_STOPPED)
-    words = [str(program), str(checkpoints), *(["saves"] if saves else [])]
-    given = {"MAX_RETURNS": "1", "CHECKPOINTS": str(checkpoints), "MAX_RESTARTS": "0"}
-    job = Job(template, words, nodes=1, ranks_per_node=1, folder=tmp_path, **given)
-    if saves:
-        job.until(job.is_over)
-        assert job.fact("Restarts") == "3"
-    else:
-        with pytest.raises(AssertionError, match="returned 2 times without a save: ends"):
+def test_returns_without_a_save_are_limited(tmp_path: Path) -> None:
+    jobs = {}
+    for template, saves in itertools.product(("torchrun", "srun"), (True, False)):  # a node for each
+        folder = tmp_path / f"{template}-{saves}"
+        for name in ("step", ".pending"):
+            (folder / "checkpoints" / name).mkdir(parents=True)
+        program = folder / "stopped.py"
+        program.write_text(_STOPPED)
+        words = [str(program), str(folder / "checkpoints"), *(["saves"] if saves else [])]
+        given = {"MAX_RETURNS": "1", "CHECKPOINTS": str(folder / "checkpoints"), "MAX_RESTARTS": "0"}
+        jobs[folder, saves] = Job(template, words, nodes=1, ranks_per_node=1, folder=folder, **given)
+    for (folder, saves), job in jobs.items():
+        if saves:
             job.until(job.is_over)
-        assert (job.fact("JobState"), job.fact("Restarts")) == ("FAILED", "2")
-    assert list(tmp_path.glob(".progress-*")) == []
+            assert job.fact("Restarts") == "3"
+        else:
+            with pytest.raises(AssertionError, match="returned 2 times without a save: ends"):
+                job.until(job.is_over)
+            assert (job.fact("JobState"), job.fact("Restarts")) == ("FAILED", "2")
+        assert list(folder.glob(".progress-*")) == []
 
 
-@pytest.mark.parametrize("template", ["srun", "torchrun"])
-def test_a_member_of_an_array_comes_back_alone(template: str, tmp_path: Path) -> None:
-    for member in "01":
-        (tmp_path / member).mkdir()
-    program = [str(_TRAPPER), str(tmp_path / "%a"), "60"]
-    array = Job(template, program, nodes=1, ranks_per_node=1, folder=tmp_path, options=["--array=0-1"])
-    logs = [tmp_path / member / "0.log" for member in "01"]
-    array.until(lambda: all(log.exists() and "\n5\n" in log.read_text() for log in logs))
-    stopped = next(n for n in range(2) if array.member(n, "JobId") == array.id)  # whose number is the array's
-    slurm("scancel", "--batch", "--signal=USR1", f"{array.id}_{stopped}")
-    array.until(lambda: all("ends at 60, told []" in log.read_text() for log in logs))
-    array.until(lambda: all(array.member(n, "JobState") == "COMPLETED" for n in range(2)))
-    assert [array.member(n, "Restarts") for n in range(2)] == [str(int(n == stopped)) for n in range(2)]
-    assert logs[1 - stopped].read_text().startswith("begins at 0\n1\n")
-    assert "begins" not in logs[1 - stopped].read_text()[1:]
+def test_a_member_of_an_array_comes_back_alone(tmp_path: Path) -> None:
+    arrays = []
+    for template in ("srun", "torchrun"):  # whose ranks start later
+        folder = tmp_path / template
+        for member in "01":
+            (folder / member).mkdir(parents=True)
+        program = [str(_TRAPPER), str(folder / "%a"), "100"]
+        shape = {"nodes": 1, "ranks_per_node": 1, "folder": folder, "options": ["--array=0-1"]}
+        array = Job(template, program, **shape, **forking_variables())
+        arrays.append((array, [folder / member / "0.log" for member in "01"]))
+    stopped = {}
+    for array, logs in arrays:
+        array.until(lambda logs=logs: all(log.exists() and "\n5\n" in log.read_text() for log in logs))
+        # The one whose number is the array's.
+        stopped[array] = next(n for n in range(2) if array.member(n, "JobId") == array.id)
+        slurm("scancel", "--batch", "--signal=USR1", f"{array.id}_{stopped[array]}")
+    for array, logs in arrays:
+        array.until(lambda logs=logs: all("ends at 100, told []" in log.read_text() for log in logs))
+        array.until(lambda array=array: all(array.member(n, "JobState") == "COMPLETED" for n in range(2)))
+        again = stopped[array]
+        assert [array.member(n, "Restarts") for n in range(2)] == [str(int(n == again)) for n in range(2)]
+        assert logs[1 - again].read_text().startswith("begins at 0\n1\n")
+        assert "begins" not in logs[1 - again].read_text()[1:]
 
 
 def test_a_binding_of_cores_is_sruns(tmp_path: Path) -> None:
