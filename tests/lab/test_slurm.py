@@ -142,7 +142,7 @@ class Job:
             state = self.fact("JobState")
             alive = time.monotonic() < deadline and state in _ALIVE
             assert alive, f"the job is {state}:\n{self.output()}"
-            time.sleep(0.4)  # to ask costs more than that of a core that the ranks need
+            time.sleep(1)  # to ask costs a core that the ranks need
 
     def is_over(self) -> bool:
         return self.fact("JobState") == "COMPLETED"
@@ -241,10 +241,9 @@ def test_a_training_that_is_stopped_ends_with_the_same_weights(
     template: str, how: str, parallel: str, ranks_per_node: int, tmp_path: Path
 ) -> None:
     training, num_ranks = [*_TRAINING, "--parallel", parallel], 2 * ranks_per_node
-    # With srun they are real processes: Slurm's signals reach the workers that prepare the data as well.
     program = ["launch/train.py", *training, "--pause", "0.2", "--workers", "1"]
-    given = forking_variables() if template == "torchrun" else {}
-    job = Job(template, program, nodes=2, ranks_per_node=ranks_per_node, folder=tmp_path, **given)
+    shape = {"nodes": 2, "ranks_per_node": ranks_per_node, "folder": tmp_path}
+    job = Job(template, program, **shape, **forking_variables())
     job.until(lambda: "step 10:" in job.output())
     if how == "requeue":
         slurm("scontrol", "requeue", job.id)
