@@ -22,7 +22,7 @@ def body(name: str) -> Any:
     return there("tests.integrations.lightning_ranks", name)
 
 
-@pytest.mark.parametrize(("world", "kind"), [(4, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "ddp"), (2, "fsdp2")])
 def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind: str, tmp_path: Path) -> None:
     def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
         dies = dict.fromkeys(range(world), signal.SIGKILL) if kill_at > 0 else None

@@ -33,12 +33,12 @@ def body(name: str) -> Any:
     return there("tests.integrations.transformers_ranks", name)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> None:
     run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
 
 
-@pytest.mark.parametrize(("world", "fsdp"), [(2, 2), (4, 0)], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(("world", "fsdp"), [(2, 2), (2, 0)], ids=["fsdp2", "ddp"])
 def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, fsdp: int, tmp_path: Path) -> None:
     def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
         folder = tmp_path / name
