@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastload.base.installed import require_alone
+from fastload.base.version import require_alone
 
 require_alone()  # before anything of a package whose files may be mixed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from fastload.base.installed import require_alone
+from fastload.base.version import require_alone
 
 try:
     require_alone()  # in case the other one's fastload/__init__.py is there instead of ours
@@ -23,9 +23,9 @@ from fastload.cli.convert import convert
 from fastload.cli.doctor import doctor
 from fastload.cli.load import load, stage, verify
 from fastload.cli.ls import inspect, ls, prune
+from fastload.cli.pictures import timeline
 from fastload.cli.plan import plan
 from fastload.cli.size import size
-from fastload.cli.timeline import timeline
 
 __all__ = ["main"]
 

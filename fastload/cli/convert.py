@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
 
 import click
 import torch
@@ -15,9 +18,10 @@ from rich.filesize import decimal
 from torch import Tensor
 
 import fastload
+from fastload.base.memory import byte_view, host_view
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
-from fastload.cli.torch_file import local_path, write_torch_file
-from fastload.comm.group import agree, initialize
+from fastload.comm.group import agree, initialize, join
+from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
 from fastload.estimate.units import count
 from fastload.formats.decoder import decode_state
@@ -25,16 +29,20 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
 from fastload.formats.state import leaves, own_view, raise_refused
-from fastload.geometry.dtensors import local_parts
+from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
+from fastload.geometry.box import runs_of
+from fastload.geometry.dtensors import is_dtensor, local_parts
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions
-from fastload.storage import PatientStorage, locate, open_storage, put_next_to
+from fastload.storage import PatientStorage, locate, open_storage, put_next_to, single_file
+from fastload.storage.folders import write_all
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
 
 _MIN_SHARDED_BYTES = 1 << 20  # all ranks hold all of smaller tensors
 _MAX_COPIED_BYTES = 256 << 20
+_CHUNK_BYTES = 16 << 20
 _WEIGHTS = (
     SUFFIX,
     INDEX_SUFFIX,
@@ -250,3 +258,120 @@ def _copy(src: str, dst: str, names: list[str]) -> list[str]:
 def _open(src: str) -> PatientStorage:
     options = LoadOptions()
     return PatientStorage(open_storage(src, NAMES), retries=options.retries, timeout_s=options.timeout_s)
+
+
+class _Written(NamedTuple):
+    """Bytes of a tensor that this rank has written, and their CRC-32."""
+
+    name: str
+    start: int
+    nbytes: int
+    checksum: int
+
+
+def local_path(dst: str) -> str:
+    """Returns the path of a file that is to be made.
+
+    Raises:
+        OptionError: It is no path of a file.
+    """
+    location = locate(dst)
+    if location.scheme or dst.endswith("/"):
+        raise OptionError(f"{location}: a file of torch's is written to file systems: give the path of one")
+    return location.address
+
+
+def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
+    """Writes a file that ``torch.load(weights_only=True)`` reads; all ranks of the job call it.
+
+    The file appears in one step, once all of it is durable.
+
+    Args:
+        parts: What this rank holds.
+        dst: Where to; a path that all ranks share.
+        overwrite: Whether a file there is replaced.
+        timeout_s: Longest wait without progress, in seconds.
+
+    Returns:
+        Where it is, and what it holds.
+
+    Raises:
+        CheckpointExists: There is something at `dst`.
+        OptionError: Something in the state is not what torch reads.
+        PeerError: Some ranks failed, with every cause.
+    """
+    path = local_path(dst)
+    what = f"writing {path}"
+    world = join(None, call=what, timeout_s=timeout_s)
+    pending: list[str] = []
+    layouts: list[TorchLayout] = []
+
+    def prepare() -> str:
+        layouts.append(lay_out_torch(parts.structure, parts.entries))
+        if world.rank == 0:
+            pending.append(single_file.make_pending(path, overwrite=overwrite))
+        return "".join(pending)
+
+    try:
+        with world.together():
+            name, *_ = world.agree(what, prepare)
+            [layout] = layouts
+            written = world.settle(what, partial(_write_parts, world, parts, layout, name))
+            checksums = _joined(layout, [_Written(*one) for of_rank in written for one in of_rank])
+            write_rest = partial(_write_rest, layout, checksums, name, path, overwrite=overwrite)
+            nbytes, *_ = world.agree(what, lambda: write_rest() if world.rank == 0 else 0)
+    except BaseException:
+        for name in pending:
+            single_file.remove(name)
+        raise
+    world.acknowledge()
+    return {"url": path, "num_tensors": len(parts.entries), "nbytes": nbytes, "num_files": 1}
+
+
+def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> list[_Written]:
+    """Writes this rank's shards, and its turn of the tensors that all ranks hold."""
+    written = []
+    with single_file.opened(name) as descriptor:
+        for index, entry in enumerate(parts.entries):
+            tensor = parts.tensors[entry.name]
+            if not is_dtensor(tensor) and index % world.size != world.rank:
+                continue
+            begin = layout.tensors[entry.name].offset
+            for start, data in _runs(entry, tensor):
+                checksum = 0
+                for at in range(0, len(data), _CHUNK_BYTES):
+                    chunk = data[at : at + _CHUNK_BYTES]
+                    write_all(descriptor, begin + start + at, chunk)
+                    checksum = crc32(chunk, checksum)
+                    world.note_progress()
+                written.append(_Written(entry.name, start, len(data), checksum))
+    return written
+
+
+def _runs(entry: TensorEntry, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
+    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in the whole."""
+    for box, part in local_parts(tensor):
+        data = host_view(byte_view(part))
+        runs = runs_of(box, torch_spec(entry)[1]).scaled(part.itemsize)
+        for number, start in enumerate(runs.starts() if len(data) else ()):
+            yield start, data[number * runs.length : (number + 1) * runs.length]
+
+
+def _joined(layout: TorchLayout, written: list[_Written]) -> Mapping[str, int]:
+    """Returns the CRC-32 of each tensor."""
+    checksums = dict.fromkeys(layout.tensors, 0)
+    for one in sorted(written):
+        checksums[one.name] = join_crcs(checksums[one.name], one.checksum, one.nbytes)
+    return checksums
+
+
+def _write_rest(
+    layout: TorchLayout, checksums: Mapping[str, int], name: str, path: str, *, overwrite: bool
+) -> int:
+    nbytes = 0
+    with single_file.opened(name) as descriptor:
+        for offset, content in layout.frame(checksums):
+            write_all(descriptor, offset, content)
+            nbytes = max(nbytes, offset + len(content))
+    single_file.publish(name, path, overwrite=overwrite)
+    return nbytes

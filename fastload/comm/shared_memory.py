@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import advise_huge_pages
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.comm.hosts import Listener, Unreachable, connect_unix, greet
 from fastload.comm.world import World
 from fastload.errors import Interrupted

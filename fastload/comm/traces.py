@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from fastload.base.stopwatch import Stopwatch
-from fastload.base.trace import RankTrace, Recorder, chrome_events, to_json
+from fastload.base.trace import RankTrace, Recorder, Stopwatch, chrome_events, to_json
 from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
 from fastload.storage import locate

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastload.base.devices import record_use
 from fastload.base.memory import allocate
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, FastloadError, Interrupted, StorageError
 from fastload.formats.manifest import Manifest

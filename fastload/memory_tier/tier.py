@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.comm.group import join
 from fastload.comm.traces import Tracing
 from fastload.comm.world import Decisions, World

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view, round_up
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.box import Runs

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import ClassVar
 
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.errors import DeadlineExceeded, WorldError
 from fastload.report import SaveReport
 

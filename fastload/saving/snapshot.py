@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastload.base.devices import CallerStreams, accelerators_of, can_pin
 from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, round_up, runs
-from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import ProcessLock
+from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import is_dtensor, local_parts, narrowed
 from fastload.saving.layout import Layout

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
-from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import OptionError, StorageError
 from fastload.formats.record import CHECKSUM_BYTES, checksum

@@ -7,33 +7,37 @@ from __future__ import annotations
 
 import json
 import logging
+import posixpath
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 
 from fastload.base.threads import Workers
 from fastload.comm.failures import require_same
 from fastload.comm.world import World
-from fastload.errors import ChecksumError, ManifestError, StorageError
+from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest
-from fastload.formats.names import STAGED_NAME
+from fastload.formats.names import SAVING_NAME, STAGED_NAME
 from fastload.formats.open import read_manifest
+from fastload.formats.reading import stat_all
+from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.options import StageOptions
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
-from fastload.staging.source import as_folder, at_source, changed, copied_to, essence, list_others
 from fastload.staging.stock import Stock, receipt_of, take_stock
 from fastload.staging.write_files import BlockCheck, FileWriter
 from fastload.storage import PatientStorage
 from fastload.storage.base import new_token
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
+from fastload.storage.location import HTTP
 from fastload.transfer.links import accept_offers
 from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
@@ -43,6 +47,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BLOCK_BYTES = 1 << 20  # without a commit record
+_NO_PART = frozenset(("", SAVING_NAME, STAGED_NAME))
 
 
 @dataclass(frozen=True)
@@ -387,3 +392,64 @@ class _Job:
     check: BlockCheck
     writer: FileWriter
     pipeline: Pipeline
+
+
+def as_folder(manifest: Manifest) -> Manifest:
+    """Returns the manifest of the copy: a single file has its name in the directory of the copy.
+
+    Raises:
+        OptionError: The checkpoint has subdirectories, or the name of the file is reserved.
+    """
+    names = [file.name for file in manifest.files]
+    if nested := [name for name in names if "/" in name]:
+        raise OptionError(f"{manifest.url} has files in directories, which are not staged: {show(nested)}")
+    if not _is_file(manifest):
+        return manifest
+    name = _last_name(manifest.url)
+    if not is_plain_path(name) or name in _NO_PART:
+        raise OptionError(f"{manifest.url}: a copy of one file has its name, which {show(name)} cannot be")
+    return replace(manifest, files=(replace(manifest.files[0], name=name),))
+
+
+def at_source(manifest: Manifest, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+    """Returns the files of a copy by their names at the source; a single file has none there."""
+    return manifest.files if _is_file(manifest) else files
+
+
+def copied_to(manifest: Manifest, folder: str) -> str:
+    """Returns the path to load a copy from."""
+    return posixpath.join(folder, _last_name(manifest.url)) if _is_file(manifest) else folder
+
+
+def _is_file(manifest: Manifest) -> bool:
+    return [file.name for file in manifest.files] == [""]
+
+
+def _last_name(url: str) -> str:
+    scheme = url.partition("://")[0]
+    return unquote(posixpath.basename(urlsplit(url).path)) if scheme in HTTP else posixpath.basename(url)
+
+
+def list_others(storage: PatientStorage, manifest: Manifest) -> list[FileEntry]:
+    """Returns the files directly below the root that the manifest does not name."""
+    named = {file.name for file in manifest.files}
+    names = sorted(set(storage.list() or ()) - named - _NO_PART)
+    if bad := [name for name in names if not is_plain_path(name) or "/" in name]:
+        raise ManifestError(f"{storage.url}: not plain file names: {show(bad)}")
+    stats = stat_all(storage, names)
+    return [FileEntry(name, stats[name].nbytes, stats[name].version, "") for name in names]
+
+
+def essence(manifest: Manifest) -> str:
+    """Returns a digest of everything but the URL and the versions of files."""
+    files = tuple(replace(file, version="") for file in manifest.files)
+    return replace(manifest, url="", files=files).digest()
+
+
+def changed(access: Access, files: Sequence[FileEntry]) -> str:
+    """Returns which file differs from the one that the first reader listed; empty if none does."""
+    for file in files:
+        found = access.storage.stat(file.name)
+        if found is None or (found.nbytes, found.version) != (file.nbytes, file.version):
+            return f"sees another {file.name} than rank {access.readers[0]}"
+    return ""

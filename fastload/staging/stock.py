@@ -1,4 +1,7 @@
-"""The blocks that a host has already: in a complete copy, or in one that a killed process left."""
+"""The blocks that a host has already: in a complete copy, or in one that a killed process left.
+
+The journal of an incomplete copy lists its blocks, so the next attempt resumes from them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block
 from fastload.options import StageOptions
 from fastload.staging.inventory import Inventory
-from fastload.staging.journal import parse_journal
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
@@ -31,6 +33,7 @@ _NUM_PROVERS = 4
 _PROOF_BYTES = 8 << 20
 _RECEIPT_BYTES = 4096  # without checksums and files
 _FILE_BYTES = 2048  # of each, whatever its name
+JOURNAL_ENTRY_BYTES = 8 + CHECKSUM_BYTES
 
 
 @dataclass
@@ -212,3 +215,18 @@ def _prove_batch(
             proven.append(block.number)
         position += block.nbytes
     return proven
+
+
+def journal_entry(number: int, digest: bytes) -> bytes:
+    """Returns the entry of a block: its number and its checksum."""
+    return number.to_bytes(8, "big") + digest
+
+
+def parse_journal(journal: bytes, most: int) -> dict[int, bytes]:
+    """Returns the checksums of the blocks in a journal. Ignores a torn last entry."""
+    noted = {}
+    for begin in range(0, len(journal) - JOURNAL_ENTRY_BYTES + 1, JOURNAL_ENTRY_BYTES):
+        number = int.from_bytes(journal[begin : begin + 8], "big")
+        if number < most:
+            noted[number] = journal[begin + 8 : begin + JOURNAL_ENTRY_BYTES]
+    return noted

@@ -12,16 +12,15 @@ from functools import partial
 from torch import Tensor
 
 from fastload.base.memory import host_view
-from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.ranges import Space
 from fastload.staging.inventory import BlockRun, Inventory
-from fastload.staging.journal import journal_entry
-from fastload.staging.stock import Stock
+from fastload.staging.stock import Stock, journal_entry
 from fastload.storage.base import ByteCounter
 from fastload.storage.local_target import LocalCopy
 

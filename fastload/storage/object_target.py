@@ -1,20 +1,296 @@
-"""Checkpoints written to object stores: hidden uploads, published one by one, the commit record last."""
+"""Checkpoints written to object stores: hidden uploads, published one by one, the commit record last.
+
+Owner files tell which process publishes to a URL, and which uploads are orphans.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastload.base.threads import each
-from fastload.errors import DeadlineExceeded, StorageError
-from fastload.storage.base import NUM_REQUESTS, Bucket, Keys, Names, ObjectWriter, Uploads, Written, new_token
-from fastload.storage.object_owner import OwnerFile, clean_abandoned, discard, put_owner
-from fastload.storage.process import living_saves
+from fastload.errors import CheckpointExists, DeadlineExceeded, StorageError
+from fastload.storage.base import (
+    NUM_REQUESTS,
+    Bucket,
+    Keys,
+    Names,
+    ObjectWriter,
+    Uploads,
+    Written,
+    new_token,
+    saved_name,
+)
+from fastload.storage.destination import replaced_names
+from fastload.storage.process import Owner, living_saves
 
 _log = logging.getLogger(__name__)
+
+_REFRESH_S = 60.0
+_PUBLISHING_S = 600.0  # an owner file this old is of a dead save, since running ones refresh theirs
+_SETTLE_S = 0.5  # longer than a request; see `OwnerFile.acquire`
+_ABANDONED_S = 24 * 3600.0  # a save of another host that began this long ago is dead
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The content of an owner file.
+
+    Attributes:
+        token: Token of the save; empty if unknown.
+        owner: The saving process, or None.
+        files: Files to remove if there is no record; only next to published files.
+        uploads: Upload ids by file; only of pending files.
+    """
+
+    token: str
+    owner: Owner | None
+    files: Sequence[str]
+    uploads: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: bytes | None, token: str = "") -> Lease:
+        """Parses an owner file, leniently, since it comes from storage.
+
+        Args:
+            text: Content of the file, if any.
+            token: Token of the save, if the file does not have it.
+        """
+        try:
+            found = json.loads(text or b"{}")
+        except (ValueError, RecursionError):
+            found = {}
+        found = found if isinstance(found, dict) else {}
+        files, uploads = found.get("files"), found.get("uploads")
+        return cls(
+            token=token or str(found.get("token", "")),
+            owner=Owner.parse(str(found.get("owner", "")).encode()),
+            files=[str(file) for file in files] if isinstance(files, list) else [],
+            uploads={file: str(uploads[file]) for file in uploads} if isinstance(uploads, dict) else {},
+        )
+
+    @property
+    def has_ended(self) -> bool | None:
+        """Whether the save has ended, with or without success; None if it is unknown on this host."""
+        if self.owner is None:
+            return None
+        return (self.owner == Owner.here() and self.token not in living_saves) or self.owner.is_gone
+
+
+def put_owner(bucket: Bucket, keys: Keys, uploads: Mapping[str, str]) -> None:
+    """Writes the owner file of pending files: this process, and the uploads to abort if it dies."""
+    owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
+    bucket.put(keys.owner, json.dumps(owner).encode())
+
+
+class OwnerFile:
+    """The owner file next to the files that a save publishes.
+
+    Args:
+        url: URL of the checkpoint, for messages.
+        bucket: The objects below its parent.
+        keys: Keys of the save.
+        names: Names of files of a checkpoint.
+    """
+
+    def __init__(self, url: str, bucket: Bucket, keys: Keys, names: Names) -> None:
+        self.keys = keys
+        self._names = names
+        self._url = url
+        self._bucket = bucket
+        self._key = keys.published(names.owner)
+        self._files: list[str] = []  # the files that it lists; empty before it is written
+        self._put_at = 0.0
+        self._cleared = False
+        self._lock = threading.Lock()
+
+    def check_free(self, written: Iterable[str], *, overwrite: bool) -> tuple[set[str], bool]:
+        """Checks that a new checkpoint can be published here.
+
+        Args:
+            written: Names of files of the new checkpoint.
+            overwrite: Whether to replace a checkpoint.
+
+        Returns:
+            The names of files to remove, and whether there is no owner file.
+
+        Raises:
+            CheckpointExists: The URL exists, or another save publishes there.
+            OptionError: The URL holds something other than a checkpoint, or files that would be lost or mixed
+                up with the new one.
+        """
+        there = {*self._bucket.files(self.keys.name)}
+        is_owned = self._names.owner in there
+        lease = self._read() if is_owned else Lease.parse(None)
+        if is_owned and not lease.has_ended:
+            age_s = time.time() - self._bucket.modified_s(self._key)
+            if age_s < _PUBLISHING_S:
+                raise CheckpointExists(f"{self._url}: {lease.owner or 'another save'} is publishing there")
+        return self._own(there, written, lease.files, overwrite=overwrite), not is_owned
+
+    def acquire(self, names: Sequence[str], *, overwrite: bool) -> None:
+        """Writes the owner file, which keeps other saves out, and removes old files.
+
+        Between two saves at once the store decides, if it supports conditional puts; a second put, which must
+        fail, proves that it does. Otherwise, or if the owner file of a dead save is replaced, the last put
+        wins, and both saves read the file again after a while.
+
+        Args:
+            names: Names of all files of the new checkpoint.
+            overwrite: As for `check_free`.
+
+        Raises:
+            CheckpointExists: As for `check_free`, or another save was faster.
+            OptionError: As for `check_free`.
+        """
+        own, is_fresh = self.check_free(names, overwrite=overwrite)
+        self._files = sorted({*names, *own} - {self._names.owner})
+        decided = not self._put(fresh=is_fresh) or (is_fresh and not self._put(fresh=True))
+        if not decided:
+            time.sleep(_SETTLE_S)
+        if not self._is_ours:  # read it: the response to a put may be lost, and its retry refused
+            raise CheckpointExists(f"{self._url}: another save is being published there")
+        there = {*self._bucket.files(self.keys.name)}
+        own = self._own(there, names, self._files, overwrite=overwrite)
+        if not own <= {*self._files, self._names.owner}:  # of another save, which was faster
+            self._files = sorted({*self._files, *own} - {self._names.owner})
+            self._put()
+        self._cleared = True
+        self._clear(own - {self._names.owner})
+
+    def acquire_all(self) -> None:
+        """Writes the owner file unconditionally, and removes all files: the checkpoint is being deleted."""
+        self._files = sorted({*self._bucket.files(self.keys.name)} - {self._names.owner})
+        self._put()
+        self._clear(self._files)
+
+    def refresh(self) -> None:
+        """Writes it again from time to time, so that the save does not count as dead. Thread-safe."""
+        with self._lock:
+            if time.monotonic() > self._put_at + _REFRESH_S:
+                self._require()
+                self._put()
+
+    def commit(self, record: str, content: bytes) -> None:
+        """Writes the commit record, which makes the checkpoint exist.
+
+        Raises:
+            StorageError: Another save took this one for dead.
+        """
+        self._require()
+        self._bucket.put(self.keys.published(record), content)
+        self._files = []
+
+    def take_back(self) -> None:
+        """Deletes the published files, unless they are older or of another save."""
+        files, self._files = self._files, []
+        if files and self._is_ours:
+            if self._cleared:
+                self._clear(files)
+            self.delete()
+
+    def delete(self) -> None:
+        """Deletes the owner file."""
+        self._bucket.delete([self._key])
+
+    def _own(
+        self, there: set[str], written: Iterable[str], listed: Iterable[str], *, overwrite: bool
+    ) -> set[str]:
+        is_replaced = overwrite and self._names.record in there
+        record = self._bucket.get(self.keys.published(self._names.record)) if is_replaced else None
+        return replaced_names(self._url, there, record, listed, written, self._names, overwrite=overwrite)
+
+    def _clear(self, names: Iterable[str]) -> None:
+        """Deletes published files, the record first."""
+        ordered = sorted(names, key=lambda name: (name != self._names.record, name))
+        self._bucket.delete([self.keys.published(name) for name in ordered])
+
+    def _put(self, *, fresh: bool = False) -> bool:
+        owner = Owner.here().to_bytes().decode()
+        content = {"token": self.keys.token, "owner": owner, "files": self._files}
+        self._put_at = time.monotonic()
+        return self._bucket.put(self._key, json.dumps(content).encode(), fresh=fresh)
+
+    def _read(self) -> Lease:
+        return Lease.parse(self._bucket.get(self._key))
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the owner file is that of this save."""
+        return self._read().token == self.keys.token
+
+    def _require(self) -> None:
+        """Raises if another save has replaced the owner file."""
+        if not self._is_ours:
+            raise StorageError("another save took this one for dead and took its place")
+
+
+def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str) -> list[str]:
+    """Removes the orphans below the root of a bucket; returns their URLs.
+
+    Args:
+        bucket: The bucket.
+        uploads: Uploads to it.
+        names: Names of files of a checkpoint.
+        parent: URL of the root.
+    """
+    removed, failures = [], []
+    for folder in bucket.folders("."):  # as names of pending directories begin
+        if (name := saved_name(folder)) is None:
+            continue
+        keys = Keys(name, folder.split(".")[-2])
+        try:
+            if _is_abandoned(bucket, keys):
+                _clear_published(bucket, keys, names)
+                discard(bucket, uploads, keys)
+                removed.append(f"{parent}/{folder}")
+        except Exception as error:  # the others are removed all the same
+            failures.append(error)
+    removed += uploads.give_up_old(_ABANDONED_S)
+    if failures:
+        raise failures[0]
+    return removed
+
+
+def _is_abandoned(bucket: Bucket, keys: Keys) -> bool:
+    ended = Lease.parse(bucket.get(keys.owner), keys.token).has_ended
+    return time.time() - _written_s(bucket, keys) > _ABANDONED_S if ended is None else ended
+
+
+def _written_s(bucket: Bucket, keys: Keys) -> float:
+    """Returns the time of the owner file; without one, after an abort, that of the last pending file."""
+    written_s = bucket.modified_s(keys.owner)
+    if written_s < math.inf:
+        return written_s
+    pending = [keys.pending(name) for name in bucket.files(keys.folder)]
+    return max(map(bucket.modified_s, pending), default=math.inf)
+
+
+def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:
+    """Deletes the published files of a dead save, unless they are complete."""
+    owner = keys.published(names.owner)
+    lease = Lease.parse(bucket.get(owner))
+    if lease.token != keys.token:
+        return
+    there = bucket.files(keys.name)
+    if names.record not in there:
+        bucket.delete([keys.published(file) for file in sorted(there) if file in lease.files])
+    bucket.delete([owner])
+
+
+def discard(bucket: Bucket, uploads: Uploads, keys: Keys) -> None:
+    """Removes the pending files of a save; the owner file goes last, so that failures leave an orphan."""
+    uploads.give_up(keys.name, Lease.parse(bucket.get(keys.owner), keys.token).uploads)
+    files = [keys.pending(name) for name in bucket.files(keys.folder)]
+    bucket.delete([*(file for file in files if file != keys.owner), keys.owner])
+    bucket.delete_folder(keys.folder)
 
 
 class ObjectTarget:

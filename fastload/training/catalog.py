@@ -12,8 +12,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastload.base.tasks import Task
-from fastload.base.threads import each
+from fastload.base.threads import Task, each
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,80 @@ from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
 from fastload.saving.handle import SaveHandle
 from fastload.saving.queue import QueuedSave
 from fastload.saving.save import save_in_background
-from fastload.storage import locate, name_of
+from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, RunName, metadata_of, metrics_of
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
-from fastload.training.policy import Policy, memory_directory
 from fastload.training.restore import CheckpointRestorer, History, Listing
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
 if TYPE_CHECKING:  # for those who have a tier
     from fastload.memory_tier.tier import MemoryTier
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The arguments of a `CheckpointManager`, checked.
+
+    Attributes:
+        root: Root of the checkpoints.
+        interval: When to save.
+        retention: Which checkpoints to keep.
+        async_: Whether to save in the background.
+        options: How to save.
+        max_pending_saves: Most copies of the state at once.
+        memory: Directory of the memory tier on each host, or ``auto``; None without a tier.
+
+    Raises:
+        OptionError: A value is invalid.
+    """
+
+    root: Location
+    interval: IntervalPolicy
+    retention: Retention
+    async_: bool
+    options: SaveOptions
+    max_pending_saves: int = 1
+    memory: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_pending_saves) is not int or self.max_pending_saves < 1:
+            raise OptionError(f"max_pending_saves={self.max_pending_saves!r}: must be a number of at least 1")
+        if self.max_pending_saves > 1 and not self.async_:
+            raise OptionError(
+                f"max_pending_saves={self.max_pending_saves}: needs async_=True, since other saves end "
+                "before they return"
+            )
+
+    def shared_values(self) -> dict[str, Any]:
+        """Returns the values that must be the same on all ranks."""
+        best = self.retention.best
+        return {
+            "call": "CheckpointManager",
+            "root": self.root.given,
+            **asdict(self.interval),
+            **asdict(self.retention),
+            "best": list(best) if best is not None else None,
+            "async_": self.async_,
+            "max_pending_saves": self.max_pending_saves,  # not `memory`, which may differ between hosts
+            **self.options.shared_values(),
+        }
+
+
+def memory_directory(memory: str | os.PathLike[str] | None) -> str | None:
+    """Returns the directory of a memory tier, absolute, or ``auto``; None without one.
+
+    Raises:
+        OptionError: It is not a path.
+    """
+    if memory is None:
+        return None
+    path = os.fspath(memory)
+    if not isinstance(path, str) or not path:
+        raise OptionError(f"memory={memory!r}: must be 'auto' or a directory on each host")
+    return path if path == "auto" else os.path.abspath(path)
 
 
 class CheckpointManager:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ClassVar
 
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.errors import OptionError
 
 _log = logging.getLogger(__name__)

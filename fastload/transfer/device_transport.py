@@ -26,9 +26,8 @@ from torch import Tensor
 
 from fastload.base.devices import copy_async, use_stream
 from fastload.base.memory import allocate
-from fastload.base.stopwatch import Stopwatch
-from fastload.base.tasks import Task
-from fastload.base.threads import within
+from fastload.base.threads import Task, within
+from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted

@@ -21,9 +21,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from fastload.base.stopwatch import Stopwatch
-from fastload.base.tasks import Task
-from fastload.base.threads import await_done
+from fastload.base.threads import Task, await_done
+from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer, address_in, listener_at, require_reachable
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError

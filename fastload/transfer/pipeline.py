@@ -12,9 +12,8 @@ import torch
 
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import host_view
-from fastload.base.stopwatch import Stopwatch
-from fastload.base.tasks import Task
-from fastload.base.threads import await_done
+from fastload.base.threads import Task, await_done
+from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.transfer.buffers import Arrival, Buffers, Destinations, OwnChunk, Plan

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from fastload.base.tasks import Task
+from fastload.base.threads import Task
 from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import targets

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fastload
-from fastload.cli.convert import load_parts
-from fastload.cli.torch_file import write_torch_file
+from fastload.cli.convert import load_parts, write_torch_file
 from fastload.errors import CheckpointExists, FastloadError, IncompleteCheckpoint, ManifestError, OptionError
 from fastload.geometry.dtensors import local_of
 from tests.dist.flaky_server import serve

@@ -21,12 +21,11 @@ from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.split import split_evenly
-from fastload.storage import Target, object_owner, open_target
+from fastload.storage import Target, object_target, open_target
 from fastload.storage import s3 as s3_uploads
 from fastload.storage.base import Keys
 from fastload.storage.fsspec import FsspecStorage
-from fastload.storage.object_owner import OwnerFile
-from fastload.storage.object_target import ObjectTarget, Streams
+from fastload.storage.object_target import ObjectTarget, OwnerFile, Streams
 from fastload.storage.process import Owner
 from fastload.storage.s3 import S3Bucket
 from tests.crash.flaky_proxy import FlakyProxy
@@ -70,7 +69,7 @@ class MortalBucket(FsspecStorage):
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_owner, "_SETTLE_S", 0.01)
+    monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
 
 
 @pytest.fixture
@@ -154,7 +153,7 @@ def test_the_rest_of_a_dead_publish_is_cleaned_from_beside_it(
         other = target_in(FsspecStorage(root, {}), f"{root}/other")
         assert len(other.clean_abandoned()) == 1
         monkeypatch.undo()
-        monkeypatch.setattr(object_owner, "_SETTLE_S", 0.01)
+        monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
         assert found(root) in ({}, whole(NEW))
         mortal(root).remove()
 
@@ -216,7 +215,7 @@ def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pyt
     other._bucket.put("step/a", b"half")
     with pytest.raises(CheckpointExists, match="process 1 on elsewhere is publishing"):
         save(mortal(root), NEW, overwrite=True)
-    monkeypatch.setattr(object_owner, "_PUBLISHING_S", 0.0)
+    monkeypatch.setattr(object_target, "_PUBLISHING_S", 0.0)
     save(mortal(root), NEW)
     assert found(root) == whole(NEW)
 
@@ -248,7 +247,7 @@ def test_of_two_that_both_found_the_place_free_one_wins(
         except CheckpointExists:
             target.abort()
 
-    monkeypatch.setattr(object_owner, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(object_target, "_SETTLE_S", 0.3)
     monkeypatch.setattr(OwnerFile, "acquire", acquire)
     threads = [threading.Thread(target=work, args=(files,)) for files in (OLD, NEW)]
     for thread in threads:
@@ -263,7 +262,7 @@ def test_of_two_that_both_found_the_place_free_one_wins(
 def test_a_save_that_was_taken_for_dead_does_not_commit(
     root: str, refresh_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_owner, "_REFRESH_S", refresh_s)
+    monkeypatch.setattr(object_target, "_REFRESH_S", refresh_s)
     target = mortal(root)
     real = target._uploads.publish
 
@@ -552,7 +551,7 @@ def test_old_files_that_nobody_owns_are_removed(root: str, monkeypatch: pytest.M
     folder = Keys("another", "0123456789abcdef")
     old, young = (folder.pending(name) for name in "ab")
     target._bucket.put(old, b"x")
-    monkeypatch.setattr(object_owner, "_ABANDONED_S", 1800.0)
+    monkeypatch.setattr(object_target, "_ABANDONED_S", 1800.0)
     modified_s = target._bucket.modified_s
     monkeypatch.setattr(target._bucket, "modified_s", lambda key: modified_s(key) - 3600 * (key == old))
     target._bucket.put(young, b"x")
@@ -572,7 +571,7 @@ def test_old_uploads_that_nobody_owns_are_ended(
     for key in (ours, *others):
         bucket.client.create_multipart_upload(Bucket=BUCKET, Key=key)
     assert target.clean_abandoned() == []
-    monkeypatch.setattr(object_owner, "_ABANDONED_S", -1.0)
+    monkeypatch.setattr(object_target, "_ABANDONED_S", -1.0)
     assert target.clean_abandoned() == [f"s3://{BUCKET}/{ours}"]
     assert target.clean_abandoned() == []
     left = bucket.client.list_multipart_uploads(Bucket=BUCKET, Prefix=bucket.key(""))["Uploads"]

@@ -15,7 +15,7 @@ import pytest
 
 from fastload.errors import OptionError
 from fastload.formats.names import NAMES
-from fastload.storage import Target, object_owner, open_target
+from fastload.storage import Target, object_target, open_target
 from fastload.storage import s3 as s3_uploads
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget, Streams
@@ -135,7 +135,7 @@ class TestSeaweed(TestS3):
     def test_a_condition_decides_at_once(
         self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(object_owner, "_SETTLE_S", float("nan"))  # no sleep takes that
+        monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
     def test_conditions_can_be_turned_off(self, url: str, files: dict[str, bytes]) -> None:
@@ -218,7 +218,7 @@ class TestObstoreMemory(TargetContract):
     def test_a_condition_decides_at_once(
         self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(object_owner, "_SETTLE_S", float("nan"))  # no sleep takes that
+        monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.staging.inventory import Inventory, as_ranges, held_by_all, take_inventory
-from fastload.staging.journal import JOURNAL_ENTRY_BYTES, parse_journal
+from fastload.staging.stock import JOURNAL_ENTRY_BYTES, parse_journal
 
 HEADER_BYTES = 77
 

@@ -24,8 +24,7 @@ import fastload
 from fastload.errors import ManifestError
 from fastload.formats.dcp.nesting import nested
 from fastload.formats.decoder import decode_state
-from fastload.geometry.box import Box
-from fastload.geometry.tiling import tiling_problem
+from fastload.geometry.box import Box, tiling_problem
 from tests.unit.test_pieces import tilings
 
 

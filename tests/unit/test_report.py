@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from fastload.base import stopwatch
-from fastload.base.stopwatch import Stopwatch
+from fastload.base import trace
+from fastload.base.trace import Stopwatch
 from fastload.comm.responses import Each, Reports, join_responses, read_responses, write_response
 from fastload.report import LoadReport, RankReport
 
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(stopwatch, "time", clock)
+    monkeypatch.setattr(trace, "time", clock)
     return clock
 
 

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "transfer/links.py",
 }
 FILES = {
-    "base/installed.py",  # what else is installed beside it
+    "base/version.py",  # other distributions next to this one
     "base/memory.py",  # what the kernel says of memory
     "doctor/facts.py",  # what it says of limits, networks and paths
     "integrations/accelerate.py",  # where others save

@@ -11,9 +11,8 @@ from functools import partial
 
 import pytest
 
-from fastload.base import tasks
-from fastload.base.tasks import Task
-from fastload.base.threads import Workers
+from fastload.base import threads
+from fastload.base.threads import Task, Workers
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -102,17 +101,17 @@ def test_threads_are_dismissed_while_tasks_begin() -> None:
 
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=begin_many) for _ in range(2)]
+    starters = [threading.Thread(target=begin_many) for _ in range(2)]
     try:
-        for thread in threads:
+        for thread in starters:
             thread.start()
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
-            tasks._pool.dismiss()
+            threads._pool.dismiss()
     finally:
         sys.setswitchinterval(interval_s)
         going_on.clear()
-        for thread in threads:
+        for thread in starters:
             thread.join(30)
 
 

@@ -15,8 +15,7 @@ from fastload.errors import ManifestError
 from fastload.formats.torch_save.unpickle import Global, PickledCall, PickledDict, sizes_of, unpickle
 from fastload.formats.untrusted import MemoryBudget, is_size, is_unicode, show
 from fastload.formats.values import MAX_DEPTH, num_chars
-from fastload.geometry.box import Box
-from fastload.geometry.tiling import tiling_problem
+from fastload.geometry.box import Box, tiling_problem
 
 _METADATA = ("Metadata", "MCoreMetadata")
 _TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"

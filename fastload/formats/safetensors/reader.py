@@ -14,8 +14,7 @@ from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
 from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
-from fastload.geometry.box import Box
-from fastload.geometry.tiling import tiling_problem
+from fastload.geometry.box import Box, tiling_problem
 from fastload.storage.base import FileStat, Storage
 
 logger = logging.getLogger(__name__)
