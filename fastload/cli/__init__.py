@@ -8,7 +8,7 @@ import sys
 from fastload.base.version import require_alone
 
 try:
-    require_alone()  # in case the other one's fastload/__init__.py is there instead of ours
+    require_alone()  # here, too, since the other one may have replaced our fastload/__init__.py
     import click
     import rich  # noqa: F401
 except ModuleNotFoundError as error:
@@ -34,11 +34,11 @@ __all__ = ["main"]
     cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(fastload.__version__, prog_name="fastload")
-@click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Log to stderr.")
 def main(verbose: bool) -> None:
     """Loads, checks, copies and plans checkpoints of PyTorch jobs: every byte is read once."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    if verbose:  # not what the libraries below say: among it are the headers that they sign and send
+    if verbose:  # not the logs of libraries, which contain signed headers
         logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 

@@ -1,4 +1,4 @@
-"""``fastload cadence``: how often to save, to storage and to the memory of hosts."""
+"""``fastload cadence``: recommended intervals of saves to storage and to the memory of hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastload.estimate.cadence import Recommendation, Tier, Tiers
 from fastload.estimate.sizing import overhead, topology
 from fastload.estimate.units import format_duration
 
-_NUM_MORE_HOSTS = 3  # than certainly survive, for which the probability is printed
+_NUM_MORE_HOSTS = 3  # lost beyond those that copies certainly survive
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Memory:
     def tier(
         self, copies: int, num_hosts: int, nbytes: int | None, stall_s: float | None, restart_s: float
     ) -> Tier:
-        """Returns what a save to memory costs, where not given as for storage, or by the link."""
+        """Returns the costs of a save to memory; by default those of storage, or computed from the link."""
         stall_s = self.memory_stall if self.memory_stall is not None else stall_s
         if stall_s is None:
             raise OptionError("how long does training wait for a copy in memory? Give --memory-stall")
@@ -74,35 +74,35 @@ class _Memory:
 _memory_options = option_group(
     "memory",
     _Memory,
-    click.option("--memory-copies", type=COUNT, help="Copies in the memory of hosts, next to storage."),
-    click.option("--memory-stall", type=TIME, help="Time training stands still for that; else --stall."),
-    click.option("--memory-background", type=TIME, help="Time after that until all copies are there."),
-    click.option("--host-link", type=RATE, help="Instead: bandwidth of a host's link, each way."),
-    click.option("--memory-restart", type=TIME, help="From a failure until it trains; else --restart."),
+    click.option("--memory-copies", type=COUNT, help="Copies in the memory of hosts."),
+    click.option("--memory-stall", type=TIME, help="Stall of a save to memory; --stall by default."),
+    click.option("--memory-background", type=TIME, help="Time after that until all copies have arrived."),
+    click.option("--host-link", type=RATE, help="Bandwidth of a host's link, for --memory-background."),
+    click.option("--memory-restart", type=TIME, help="Restart from memory; --restart by default."),
     click.option(
-        "--hosts-lost", type=COUNT, default="1", show_default=True, help="Hosts that a failure takes."
+        "--hosts-lost", type=COUNT, default="1", show_default=True, help="Hosts lost in a failure."
     ),
     click.option(
         "--beyond-memory", type=FRACTION, default="1%", show_default=True,
-        help="Share of failures that take all hosts, or the job.",
+        help="Share of failures that end all hosts, or the job.",
     ),
 )  # fmt: skip
 
 
-@click.command(short_help="How often to save a training.")
+@click.command(short_help="Recommend how often to save a training.")
 @model_options
 @world_options
-@click.option("--at", "rate", type=RATE, help="Bandwidth that a save is written with.")
-@click.option("--stall", type=TIME, help="Time training stands still for a save; all of it if not given.")
+@click.option("--at", "rate", type=RATE, help="Bandwidth of storage for a save.")
+@click.option("--stall", type=TIME, help="Time that training waits for a save; the complete save by default.")
 @click.option("--background", type=TIME, help="Time after that until it is durable; else by size and --at.")
 @click.option("--step", type=TIME, help="Time of a training step.")
-@click.option("--mtbf", type=TIME, help="Mean time between failures of the job; else by its hosts.")
+@click.option("--mtbf", type=TIME, help="Mean time between failures of the job; by its hosts by default.")
 @click.option(
     "--failures-per-1000-host-days", "failures", type=NUMBER, default="6.5", show_default=True,
     help="Failures of hosts.",
 )  # fmt: skip
 @click.option(
-    "--restart", type=TIME, default="5min", show_default=True, help="From a failure until it trains."
+    "--restart", type=TIME, default="5min", show_default=True, help="From a failure until training continues."
 )
 @click.option(
     "--budget", type=FRACTION, default="3.5%", show_default=True, help="Largest share of time in stalls."
@@ -111,7 +111,7 @@ _memory_options = option_group(
     "--concurrent-saves", type=COUNT, default="1", show_default=True, help="Saves that are written at once."
 )
 @_memory_options
-@click.option("--png", type=PNG, help="Draw the ETTR over the interval into this file.")
+@click.option("--png", type=PNG, help="Plot the ETTR against the interval into this file.")
 @json_option
 @csv_option
 def cadence(
@@ -133,10 +133,10 @@ def cadence(
     as_csv: bool,
     as_json: bool,
 ) -> None:
-    """How often to save: intervals by the published rules, and one recommendation.
+    """Recommend how often to save, next to the intervals of published rules.
 
-    The checkpoint (SOURCE as for `fastload size`) and --at give the time of a save, unless --stall and
-    --background do. With --memory-copies, how often to save to the memory of hosts, and how often to storage.
+    The time of a save follows from the checkpoint (SOURCE as for `fastload size`) and --at, or from --stall
+    and --background. With --memory-copies there is an interval for the memory of hosts, and one for storage.
     """
     world = topology(gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
     num_hosts = world.num_hosts if gpus or hosts else None
@@ -210,7 +210,7 @@ def cadence(
 
 
 def _require_enough(*, has_size: bool, has_times: bool, has_failures: bool) -> None:
-    """Asks for all that is missing at once, and for nothing that is known or follows from it."""
+    """Raises one error that asks for all missing options."""
     questions = []
     if not has_times:
         how = (
@@ -226,7 +226,7 @@ def _require_enough(*, has_size: bool, has_times: bool, has_failures: bool) -> N
 def _save_times(
     model: GivenModel, rate: float | None, stall_s: float | None, background_s: float | None
 ) -> tuple[float, float]:
-    """Returns how long training stands still for a save, and how long it is written after that."""
+    """Returns the seconds that training waits for a save, and the seconds of writing after that."""
     written_s = None
     if rate is not None:
         if model.nbytes is None:
@@ -249,7 +249,7 @@ def _rules(
     concurrent_saves: int,
     step_s: float | None,
 ) -> list[dict[str, Any]]:
-    """Returns what each published rule says, and what would come of it, as rows."""
+    """Returns the interval of each published rule and its effects, as rows."""
     stall_s = storage.stall_s
 
     def row(kind: str, rule: str, interval_s: float) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _rules(
 def _write_rule(
     storage: Tier, concurrent_saves: int, slowdown: float, step_s: float | None
 ) -> tuple[str, float]:
-    """Returns the rule by which saves do not catch up with each other, and its interval in seconds."""
+    """Returns the rule against overlapping saves, and its interval in seconds."""
     stall_s, write_s = storage.stall_s, storage.background_s
     if concurrent_saves == 1:
         if step_s is None:
@@ -300,10 +300,10 @@ class _Both:
     """Saves to memory and to storage together.
 
     Attributes:
-        copies: Copies of every part in memory.
-        tier: What a save to memory costs.
-        tiers: How often to save where.
-        survival: How likely memory survives hosts that fail at once, as rows.
+        copies: Copies of every share in memory.
+        tier: Costs of a save to memory.
+        tiers: Intervals of both tiers.
+        survival: Probabilities that memory survives several lost hosts, as rows.
     """
 
     copies: int
@@ -312,7 +312,7 @@ class _Both:
     survival: list[dict[str, Any]]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of the table; the ETTR is that of both together."""
+        """Returns the rows of the table, with the ETTR of both tiers together."""
         return [
             {
                 "rule": f"to {name}",
@@ -330,7 +330,7 @@ class _Both:
 
 
 def _survival(num_hosts: int, copies: int) -> list[dict[str, Any]]:
-    """Returns how likely copies in memory survive hosts that fail at once, as rows."""
+    """Returns the probabilities that memory survives several lost hosts, as rows."""
     rows = []
     for failures in range(copies, min(num_hosts, copies + _NUM_MORE_HOSTS) + 1):
         probability = theory.recoverable_probability(num_hosts=num_hosts, copies=copies, failures=failures)

@@ -1,4 +1,4 @@
-"""What the commands share: errors and exit statuses, ``--json``, progress bars and tables."""
+"""Shared parts of the commands: errors and exit statuses, ``--json``, progress bars, tables."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ Command = Callable[..., Any]
 
 _RANK, _AS_JSON = "fastload.rank", "fastload.as_json"  # in click's `Context.meta`
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object; in a job, rank 0 does."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, on rank 0.")
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 
 
 class CommandGroup(click.Group):
-    """Commands whose errors become one line on stderr, an object with ``--json``, and an exit status.
+    """Commands whose errors become one line on stderr, a JSON object with ``--json``, and an exit status.
 
-    That is 2 if options or arguments cannot be used, else 1.
+    The status is 2 for invalid options or arguments, and 1 for other errors.
     """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Notes whether ``--json`` is given, before anything else of a command's options can fail."""
+        """Notes whether ``--json`` is given, before other options can fail."""
         ctx.meta[_AS_JSON] = "--json" in args
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command that the arguments name."""
+        """Runs the command in the arguments."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -54,14 +52,14 @@ class CommandGroup(click.Group):
 
 
 def set_rank(rank: int) -> None:
-    """Has rank 0 alone print errors, unless it is not at fault; before, every process prints its own."""
+    """From now on only rank 0, and ranks that caused an error, print it; before, every process does."""
     click.get_current_context().meta[_RANK] = rank
 
 
 def _print_error(ctx: click.Context, error: FastloadError) -> None:
     rank = ctx.meta.get(_RANK, 0)
     at_fault = error.failures if isinstance(error, PeerError) else {}
-    if rank == 0 or 0 in at_fault or rank in at_fault:  # rank 0 may not live to print it
+    if rank == 0 or 0 in at_fault or rank in at_fault:  # rank 0 may be dead
         click.echo(f"fastload: {type(error).__name__}: {error}", err=True)
     if rank == 0:
         _print_json_error(ctx, error, str(error))
@@ -78,7 +76,7 @@ def _error_as_json(error: Exception, message: str) -> dict[str, Any]:
 
 @contextmanager
 def progress(rank: int, *, shown: bool, what: str = "loading") -> Iterator[Any]:
-    """Gives a callable (done, total) in bytes that draws a bar: on rank 0, in a terminal; else None."""
+    """Yields a callable (done, total) in bytes that draws a bar, on rank 0 in a terminal; otherwise None."""
     console = Console(stderr=True)
     if rank != 0 or not shown or not console.is_terminal:
         yield None
@@ -90,20 +88,20 @@ def progress(rank: int, *, shown: bool, what: str = "loading") -> Iterator[Any]:
 
 
 def print_json(fields: Mapping[str, Any], error: FastloadError | None = None) -> None:
-    """Prints the one JSON object of a command, on one line, with the error that it ends with."""
+    """Prints the JSON object of a command on one line, with the error of the command, if any."""
     click.echo(json.dumps({**fields, **(_error_as_json(error, str(error)) if error else {})}))
     click.get_current_context().meta[_AS_JSON] = False
 
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows that all have the same columns."""
+    """Prints rows with equal columns."""
     writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 
 
 def stdout() -> Console:
-    """A console that prints names as they are: no markup, no emoji, and in a pipe no line cut at 80."""
+    """Returns a console without markup and emoji, and without line breaks in a pipe."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 10_000
@@ -111,7 +109,7 @@ def stdout() -> Console:
 
 
 def table_of(*heads: str, text: tuple[str, ...]) -> Table:
-    """A table with these heads; columns are numbers, which end at the right, but for those of `text`."""
+    """Returns a table with these headings; columns are right-aligned, except for those in `text`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head in text else "right")
@@ -119,11 +117,11 @@ def table_of(*heads: str, text: tuple[str, ...]) -> Table:
 
 
 def print_table(table: Table, narrow: Table | None = None) -> None:
-    """Prints a table without cutting cells: the terminal breaks lines that are too long.
+    """Prints a table without cutting cells; the terminal wraps long lines.
 
     Args:
         table: The table.
-        narrow: What to print where the terminal has no room for it; None for the same.
+        narrow: A narrower table for terminals in which the first does not fit.
     """
     console = stdout()
     room = console.options.update(max_width=10_000)
@@ -134,12 +132,12 @@ def print_table(table: Table, narrow: Table | None = None) -> None:
 
 
 def shown(text: str) -> str:
-    """A text of the checkpoint, with what a terminal would obey spelled out."""
+    """Returns a text from a checkpoint with control characters escaped."""
     return text if text.isprintable() else repr(text)
 
 
 def age(since_s: float) -> str:
-    """How long ago a time of the clock was; a dash for none."""
+    """Returns the age of a time in seconds since 1970, with a unit; a dash for 0."""
     if not since_s:
         return "–"
     age_s = max(0.0, time.time() - since_s)

@@ -1,4 +1,4 @@
-"""``fastload convert``: a checkpoint of any kind becomes one of fastload's, or one that others read."""
+"""``fastload convert``: saves any checkpoint again, in the format of fastload, torch or DCP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fastload.storage.folders import write_all
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
 
-_MIN_SHARDED_BYTES = 1 << 20  # all ranks hold all of smaller tensors
+_MIN_SHARDED_BYTES = 1 << 20  # smaller tensors are replicated
 _MAX_COPIED_BYTES = 256 << 20
 _CHUNK_BYTES = 16 << 20
 _WEIGHTS = (
@@ -57,22 +57,22 @@ _WEIGHTS = (
 _log = logging.getLogger(__name__)
 
 
-@click.command(short_help="Save a checkpoint again: as fastload's, torch's or dcp's.")
+@click.command(short_help="Save a checkpoint again in another format.")
 @click.argument("src")
 @click.argument("dst")
 @click.option(
     "--to", type=click.Choice(["fastload", "torch", "dcp"]), default="fastload", show_default=True,
-    help="What to write: safetensors files with checksums, a file for torch.load, a directory for dcp.load.",
+    help="Format: safetensors files with checksums, a file for torch.load, or a directory for dcp.load.",
 )  # fmt: skip
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST.")
-@click.option("--no-strict", is_flag=True, help="Leave out what cannot be loaded.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
+@click.option("--no-strict", is_flag=True, help="Leave out values that cannot be loaded.")
 @json_option
 def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_json: bool) -> None:
-    """Save what is at SRC as a checkpoint of fastload's at DST, with checksums, or as torch has them.
+    """Save the checkpoint at SRC again at DST, with checksums, or in a format of torch.
 
-    SRC is whatever fastload loads: also a file that torch.save wrote, of which nothing is executed. The ranks
-    of a torchrun or srun job share the work: each of them holds only its part. Files next to
-    the weights, such as config.json and a tokenizer, are copied along, unless DST is one file.
+    SRC is any checkpoint that fastload loads, such as a file of torch.save, from which no code is run. The
+    ranks of a torchrun or srun job share the work, and each holds only its part. Files next to the weights,
+    such as config.json and a tokenizer, are copied, unless DST is one file.
 
     torchrun … -m fastload convert SRC DST
     """
@@ -107,12 +107,12 @@ def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_js
 
 @dataclass(frozen=True)
 class Parts:
-    """A checkpoint of which each rank of the job holds a part, so that it need not fit into any of them.
+    """A checkpoint that is spread over the ranks of the job, since it may not fit into one of them.
 
     Attributes:
-        structure: Of the state; None if it is a dict of the tensors by name.
+        structure: Structure of the state; None if it is a dict of the tensors by name.
         entries: The stored tensors.
-        tensors: The same, by name: DTensors where each rank has a part, plain where all have all of it.
+        tensors: The tensors by name: large ones are DTensors, small ones are replicated.
     """
 
     structure: Any
@@ -127,14 +127,14 @@ class Parts:
 def load_parts(checkpoint: Checkpoint, *, strict: bool = True) -> Parts:
     """Loads a part of each tensor into this rank's memory; all ranks of the job call it.
 
-    What ranks had of their own (`fastload.PerRank`) is left out.
+    Values of single ranks (`fastload.PerRank`) are left out.
 
     Args:
-        checkpoint: Where from.
-        strict: Whether all of it has to be loaded; else what cannot be is None in the state.
+        checkpoint: The open checkpoint.
+        strict: Whether to refuse values that cannot be loaded; otherwise they are None in the state.
 
     Raises:
-        ManifestError: Not all of it can be loaded, and `strict` is on.
+        ManifestError: A value cannot be loaded, and `strict` is on.
         FastloadError: As for `fastload.load`.
     """
     manifest = checkpoint.manifest
@@ -168,7 +168,7 @@ def _structure(manifest: Manifest, *, strict: bool) -> Any:
 
 
 def _empty(entry: TensorEntry, mesh: DeviceMesh | None) -> Tensor:
-    """Returns memory for this rank's part: of a large tensor, a shard of the first dimension long enough."""
+    """Returns memory for this rank's part; large tensors are sharded along their first long dimension."""
     dtype, shape = torch_spec(entry)
     if mesh is None or entry.nbytes < _MIN_SHARDED_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -179,22 +179,22 @@ def _empty(entry: TensorEntry, mesh: DeviceMesh | None) -> Tensor:
 
 
 def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
-    """Has ``torch.distributed.checkpoint`` save a directory; all ranks of the job call it.
+    """Saves a directory by ``torch.distributed.checkpoint``; all ranks of the job call it.
 
-    The checkpoint is there once its ``.metadata`` are, which DCP writes last.
+    The checkpoint exists once its ``.metadata`` does, which DCP writes last.
 
     Args:
-        parts: What this rank holds.
-        dst: Where to; a path that all ranks share.
-        overwrite: Has to be False: DCP would leave old files next to those it writes.
+        parts: The tensors of this rank.
+        dst: A path that all ranks share.
+        overwrite: Must be False, since DCP would leave old files next to the new ones.
         timeout_s: Longest wait for other ranks, in seconds.
 
     Returns:
-        Where it is, and what it holds.
+        URL and sizes of the checkpoint.
 
     Raises:
-        CheckpointExists: There is something at `dst`.
-        OptionError: `dst` is no path, or the state is not a dict.
+        CheckpointExists: The path exists.
+        OptionError: `dst` is not a path, or the state is not a dict.
         CheckpointError: Saving failed on some ranks.
     """
     import torch.distributed.checkpoint as dcp
@@ -209,11 +209,11 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
             raise OptionError(f"the state is a {type(state).__name__}: DCP saves dicts")
         with closing(open_storage(locate(path), NAMES)) as storage:
             if storage.list() or storage.stat("") is not None:
-                raise CheckpointExists(f"{path}: there is something already")
+                raise CheckpointExists(f"{path} exists")
 
-    agree(None, f"looking whether {path} can be written", check, timeout_s=timeout_s)
+    agree(None, f"checking that {path} can be written", check, timeout_s=timeout_s)
     try:
-        with warnings.catch_warnings():  # of what torch deprecates of its own
+        with warnings.catch_warnings():  # torch's deprecations of its own code
             warnings.simplefilter("ignore")
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
     except dcp.CheckpointException as error:
@@ -229,9 +229,9 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
 
 
 def _companions(src: str) -> list[str]:
-    """Returns the names of the files next to the weights, such as ``config.json``; none of a single file.
+    """Returns the names of the files next to the weights, such as ``config.json``; none for a single file.
 
-    Neither weights of other kinds are among them, nor hidden files, nor those of fastload and DCP.
+    Weights in other formats, hidden files, and files of fastload and DCP are not among them.
     """
     with closing(_open(src)) as storage:
         names = storage.list() or []
@@ -242,7 +242,7 @@ def _companions(src: str) -> list[str]:
 
 
 def _copy(src: str, dst: str, names: list[str]) -> list[str]:
-    """Copies small files of a directory next to a checkpoint; returns the names of those it copied."""
+    """Copies small files of a directory next to a checkpoint; returns the names of the copied ones."""
     options, place, copied = LoadOptions(), locate(dst), []
     with closing(_open(src)) as storage:
         for name in names:
@@ -277,27 +277,27 @@ def local_path(dst: str) -> str:
     """
     location = locate(dst)
     if location.scheme or dst.endswith("/"):
-        raise OptionError(f"{location}: a file of torch's is written to file systems: give the path of one")
+        raise OptionError(f"{location}: a file of torch.save is written to a file system: give a path")
     return location.address
 
 
 def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
-    """Writes a file that ``torch.load(weights_only=True)`` reads; all ranks of the job call it.
+    """Writes a file for ``torch.load(weights_only=True)``; all ranks of the job call it.
 
-    The file appears in one step, once all of it is durable.
+    The file appears in one step, once it is durable.
 
     Args:
-        parts: What this rank holds.
-        dst: Where to; a path that all ranks share.
-        overwrite: Whether a file there is replaced.
+        parts: The tensors of this rank.
+        dst: A path that all ranks share.
+        overwrite: Whether to replace a file.
         timeout_s: Longest wait without progress, in seconds.
 
     Returns:
-        Where it is, and what it holds.
+        URL and sizes of the file.
 
     Raises:
-        CheckpointExists: There is something at `dst`.
-        OptionError: Something in the state is not what torch reads.
+        CheckpointExists: The path exists.
+        OptionError: torch cannot read a value of the state.
         PeerError: Some ranks failed, with every cause.
     """
     path = local_path(dst)
@@ -329,7 +329,7 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
 
 
 def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> list[_Written]:
-    """Writes this rank's shards, and its turn of the tensors that all ranks hold."""
+    """Writes this rank's shards, and its part of the replicated tensors."""
     written = []
     with single_file.opened(name) as descriptor:
         for index, entry in enumerate(parts.entries):
@@ -349,7 +349,7 @@ def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> 
 
 
 def _runs(entry: TensorEntry, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in the whole."""
+    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in the tensor."""
     for box, part in local_parts(tensor):
         data = host_view(byte_view(part))
         runs = runs_of(box, torch_spec(entry)[1]).scaled(part.itemsize)

@@ -17,16 +17,16 @@ from fastload.storage import locate
 _MARKS = {"ok": ("✓", None), "note": ("i", None), "problem": ("✗", "bold red")}
 
 
-@click.command(short_help="Look at the hosts of a job, and say what to mend.")
+@click.command(short_help="Find problems of a job and its hosts.")
 @click.argument("path", required=False)
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, path: str | None, as_json: bool) -> None:
-    """Look at the hosts of a job, and say what stands in the way of loads and saves, and what to do.
+    """Find problems of a job and its hosts that affect loads and saves, and say what to do about them.
 
-    PATH is a checkpoint that is to be loaded, or a directory for checkpoints. Nothing is written, and of a
-    checkpoint only the headers are read. Under torchrun or srun all ranks look, and the hosts send each
-    other bytes for some seconds:
+    PATH is a checkpoint to load, or a directory for checkpoints. Nothing is written, and only the headers of
+    a checkpoint are read. Under torchrun or srun all ranks take part, and the hosts send each other bytes
+    for some seconds:
 
     torchrun … -m fastload doctor PATH
 

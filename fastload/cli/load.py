@@ -1,4 +1,4 @@
-"""``fastload load``, ``verify`` and ``stage``: what the ranks of a torchrun or srun job do together."""
+"""``fastload load``, ``verify`` and ``stage``, which run on all ranks of a torchrun or srun job."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:  # it takes long to import, and only a sharded load needs it
     from torch.distributed.tensor import DTensor, Placement
 
 
-@click.command(short_help="Load a checkpoint on all ranks; report how it went.")
+@click.command(short_help="Load a checkpoint on all ranks, and print a report.")
 @click.argument("path")
-@click.option("--device", default="cpu", show_default=True, help="Where the tensors go: cpu, cuda, cuda:1.")
+@click.option("--device", default="cpu", show_default=True, help="Device of the tensors: cpu, cuda, cuda:1.")
 @click.option("--strategy", type=click.Choice(STRATEGIES), help=f"How to load: {SETTINGS['strategy'].help}.")
 @click.option(
     "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
 )
-@click.option("--mesh", metavar="SIZES", help="Load DTensors of a mesh of all ranks: 8, or 2x4.")
+@click.option("--mesh", metavar="SIZES", help="Load DTensors on a mesh of all ranks: 8, or 2x4.")
 @click.option(
     "--placements",
     metavar="LIST",
-    help="For each dimension of the mesh replicate or shard(DIMENSION); tensors that lack it are replicated.",
+    help="For each dimension of the mesh, replicate or shard(DIMENSION); tensors without it are replicated.",
 )
 @json_option
 @click.option("--trace", metavar="FILE", help="Write a Chrome/Perfetto trace of all ranks into this file.")
-@click.option("--digest", is_flag=True, help="Compute one xxh3 digest of what was loaded on each rank.")
+@click.option("--digest", is_flag=True, help="Print an xxh3 digest of the loaded tensors on each rank.")
 def load(
     path: str,
     device: str,
@@ -59,10 +59,10 @@ def load(
     trace: str | None,
     digest: bool,
 ) -> None:
-    """Load the checkpoint at PATH on all ranks of a torchrun or srun job, and report how it went.
+    """Load the checkpoint at PATH on all ranks of a torchrun or srun job, and print a report.
 
-    Without a launcher it loads in this one process. With --mesh and --placements each rank gets its part
-    of each tensor, as in a job with FSDP, HSDP or tensor parallelism:
+    Without a launcher, one process loads it. With --mesh and --placements each rank gets its part of each
+    tensor, as in a job with FSDP, HSDP or tensor parallelism:
 
     torchrun … -m fastload load PATH --mesh 2x4 --placements 'replicate,shard(0)'
     """
@@ -106,18 +106,18 @@ def _local_tensors(state: Any, *, sharded: bool) -> dict[str, Tensor]:
 
 
 def _all_names(manifest: fastload.Manifest, shared: list[TensorEntry]) -> list[str] | None:
-    """Returns the names of all tensors if some of them belong to single ranks; None stands for all."""
+    """Returns the names of all tensors if some belong to single ranks; otherwise None, which means all."""
     return [entry.name for entry in manifest.tensors] if len(shared) < len(manifest.tensors) else None
 
 
 def _require_trace(rank: int, options: fastload.LoadOptions) -> None:
-    """Checks on all ranks, before the data move, that rank 0 will be able to write the trace."""
+    """Checks on all ranks, before data move, that rank 0 can write the trace."""
 
     def check() -> None:
         if rank == 0:
             require_writable(locate(options.trace).url)
 
-    agree(None, f"looking whether {options.trace} can be written", check, timeout_s=options.timeout_s)
+    agree(None, f"checking that {options.trace} can be written", check, timeout_s=options.timeout_s)
 
 
 def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
@@ -181,8 +181,8 @@ def _print_notes(report: fastload.LoadReport | fastload.StageReport) -> None:
 def verify(path: str, as_json: bool) -> None:
     """Check every byte of the checkpoint at PATH against the checksums of its commit record.
 
-    The ranks of a torchrun or srun job share the work. Exits with 1, and lists the bad blocks, if there are
-    any.
+    The ranks of a torchrun or srun job share the work. If there are bad blocks, it lists them and exits
+    with 1.
     """
     rank, _ = initialize()
     set_rank(rank)
@@ -201,14 +201,14 @@ def verify(path: str, as_json: bool) -> None:
 @click.command(short_help="Copy a checkpoint to every host of a job.")
 @click.argument("src")
 @click.argument("dst")
-@click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is at DST.")
-@click.option("--no-verify", is_flag=True, help="Of what is at DST already check the sizes only.")
+@click.option("--overwrite", is_flag=True, help="Replace another checkpoint at DST.")
+@click.option("--no-verify", is_flag=True, help="Check only the sizes of files that are at DST already.")
 @json_option
 def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -> None:
     """Copy the checkpoint at SRC to the directory DST of every host of a torchrun or srun job.
 
-    DST is on a disk that each host has for itself, or in /dev/shm. SRC is read once in all, and checked.
-    A complete copy is left as it is; one that was begun is finished. Loads of DST then need SRC no more.
+    DST is on a disk of each host, or in /dev/shm. SRC is read once in the whole job, and verified.
+    A complete copy is left alone; an incomplete one is completed. Loads of DST do not need SRC.
     """
     rank, _ = initialize()
     set_rank(rank)
@@ -251,7 +251,7 @@ class Sharding:
 
     Attributes:
         mesh: Ranks in each dimension of the mesh.
-        dims: For each of these dimensions, the one of the tensors that it shards; None if it replicates.
+        dims: For each of these dimensions, the dimension of tensors that it shards; None if it replicates.
     """
 
     mesh: tuple[int, ...]
@@ -259,15 +259,15 @@ class Sharding:
 
     @classmethod
     def parse(cls, mesh: str, placements: str, num_ranks: int) -> Sharding:
-        """Reads the values of ``--mesh`` and ``--placements``.
+        """Parses the values of ``--mesh`` and ``--placements``.
 
         Args:
-            mesh: Such as ``8`` or ``2x4``.
+            mesh: Sizes such as ``8`` or ``2x4``.
             placements: One for each dimension of the mesh, such as ``replicate,shard(0)``.
-            num_ranks: Ranks of the job, all of which the mesh is to have.
+            num_ranks: Ranks of the job, all of which must be in the mesh.
 
         Raises:
-            OptionError: They cannot be used.
+            OptionError: A value is invalid.
         """
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", mesh):
             raise OptionError(f"mesh={mesh!r} is not written as 8 or 2x4")
@@ -282,17 +282,17 @@ class Sharding:
         return cls(sizes, dims)
 
     def placements(self, num_dims: int) -> tuple[Placement, ...]:
-        """Returns the placements of a tensor, which replicate where it lacks the dimension to shard."""
+        """Returns the placements of a tensor; a missing dimension is replicated."""
         from torch.distributed.tensor import Replicate, Shard
 
         return tuple(Replicate() if dim is None or dim >= num_dims else Shard(dim) for dim in self.dims)
 
     def empty(self, entries: Iterable[TensorEntry], device: str) -> dict[str, DTensor]:
-        """Makes this rank's part of each tensor, without contents, by name; all ranks of the job call it.
+        """Returns uninitialized memory for this rank's part of each tensor, by name; all ranks call it.
 
         Args:
             entries: The tensors.
-            device: Where this rank's parts go.
+            device: Device of this rank.
 
         Raises:
             ManifestError: A tensor has a dtype that torch lacks.

@@ -1,4 +1,4 @@
-"""``fastload inspect``, ``ls`` and ``prune``: what there is, in a checkpoint, of a run, in host memory."""
+"""``fastload inspect``, ``ls`` and ``prune``: the contents of a checkpoint, a run, or host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastload.training.catalog import Catalog, Entry
 from fastload.training.retention import Retention
 
 
-@click.command(short_help="Show what a checkpoint holds, without its data.")
+@click.command(short_help="Show the tensors of a checkpoint without reading its data.")
 @click.argument("path")
 @json_option
 def inspect(path: str, as_json: bool) -> None:
@@ -37,7 +37,7 @@ def inspect(path: str, as_json: bool) -> None:
 
 def _print_manifest(manifest: fastload.Manifest) -> None:
     console = stdout()
-    is_single = not manifest.files[0].name  # whose name was given
+    is_single = not manifest.files[0].name  # its name is the path
     file_head = [] if is_single else ["file"]
     table = table_of(
         "tensor", "dtype", "shape", "size", *file_head, text=("tensor", "dtype", "shape", "file")
@@ -59,7 +59,7 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
 
 
 def _refused(manifest: fastload.Manifest) -> list[str]:
-    """Returns what of the state cannot be loaded, and why."""
+    """Returns the values of the state that cannot be loaded, with the reasons."""
     return [] if manifest.format == "fastload" else own_view(manifest.structure, 0, 0).refused
 
 
@@ -108,15 +108,15 @@ def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dic
     ]
 
 
-@click.command(short_help="List the checkpoints of a run, or of memory.")
+@click.command(short_help="List the checkpoints of a run, or in memory.")
 @click.argument("root", required=False)
-@click.option("--memory", is_flag=True, help="What jobs have in the memory of this host; ROOT is the place.")
+@click.option("--memory", is_flag=True, help="List those in this host's memory; ROOT is their directory.")
 @json_option
 def ls(root: str | None, memory: bool, as_json: bool) -> None:
-    """List the checkpoints below ROOT that a CheckpointManager has saved: step, size, age, metrics.
+    """List the checkpoints of a CheckpointManager below ROOT: step, size, age, metrics.
 
-    They come in the order in which they were saved, the newest last. Whether one is complete is judged by its
-    commit record, and the names and sizes of its files; the data are not read: see `fastload verify`.
+    The newest is last. A checkpoint is complete if the names and sizes of its files match its commit record;
+    to check its data, use `fastload verify`.
     """
     if memory:
         return _list_memory(root or find_memory(), as_json=as_json)
@@ -128,19 +128,19 @@ def ls(root: str | None, memory: bool, as_json: bool) -> None:
         _print_entries(entries)
 
 
-@click.command(short_help="Delete old checkpoints, and what dead saves left.")
+@click.command(short_help="Delete old checkpoints and the files of dead saves.")
 @click.argument("root", required=False)
-@click.option("--keep-last", type=click.IntRange(1), help="Newest ones to keep.")
-@click.option("--keep-every", type=click.IntRange(1), help="Keep multiples of this step, too.")
-@click.option("--memory", is_flag=True, help="What dead jobs left in this host's memory; ROOT is the place.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--keep-last", type=click.IntRange(1), help="Number of newest checkpoints to keep.")
+@click.option("--keep-every", type=click.IntRange(1), help="Also keep multiples of this step.")
+@click.option("--memory", is_flag=True, help="Delete those of dead jobs in memory; ROOT is their directory.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be deleted.")
 def prune(
     root: str | None, keep_last: int | None, keep_every: int | None, memory: bool, dry_run: bool
 ) -> None:
-    """Delete old checkpoints below ROOT, and what dead saves left there.
+    """Delete old checkpoints below ROOT, and the files of dead saves.
 
-    What is incomplete, damaged or unreadable counts for nothing and is left alone, as `fastload ls` shows it;
-    so are links, and what they lead to. The newest complete one always stays.
+    Incomplete, damaged and unreadable checkpoints are left alone and do not count; so are links and their
+    targets. The newest complete checkpoint always stays.
     """
     if memory:
         return _prune_memory(root or find_memory(), dry_run=dry_run)
@@ -225,7 +225,7 @@ def _print_entries(entries: list[Entry]) -> None:
 
 
 def _note(entry: Entry) -> str:
-    """Returns what is special about a checkpoint; empty if nothing is."""
+    """Returns a note on a link or an incomplete checkpoint; empty for others."""
     link = f"a link to {entry.place}" if entry.is_link else ""
     state = f"{entry.state}: {entry.problem}" if entry.problem else ""
     about = ", ".join(filter(None, (link, state)))
@@ -262,7 +262,7 @@ def _list_memory(place: str, *, as_json: bool) -> None:
 
 
 def _prune_memory(place: str, *, dry_run: bool) -> None:
-    """Removes what jobs without a living process on this host have left in memory."""
+    """Removes the memory of jobs without a living process on this host."""
     removed = [job for job in find_jobs(place) if not job.is_alive]
     if not dry_run:
         removed = remove_dead(place, older_s=0.0)
@@ -287,7 +287,7 @@ def _job_as_json(job: JobUsage) -> dict[str, Any]:
         "in_use": job.is_alive,
         "used_s": job.used_s,
         "nbytes": job.nbytes,
-        "generations": [
+        "checkpoints": [
             {"step": each.step, "branch": each.branch, "held": each.held, "num_shares": len(each.shares)}
             for each in _manifests(job)
         ],

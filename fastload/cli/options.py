@@ -1,4 +1,4 @@
-"""Options of several commands: quantities with units, the checkpoint in question, the size of the job."""
+"""Options of several commands: quantities with units, the size of the checkpoint, the size of the job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Quantity(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Reads the text of an option."""
+        """Parses the text of an option."""
         if not isinstance(value, str):
             return value
         try:
@@ -58,7 +58,7 @@ def _parse_png(text: str) -> str:
 
 
 def _parse_link_rate(text: str) -> float:
-    """Reads what an option ending in -gbps says: a number of Gbit/s, or a rate with a unit of its own."""
+    """Parses the value of an option ending in -gbps: a number of Gbit/s, or a rate with its unit."""
     bare = text.lstrip("+-").replace(".", "", 1).isdigit()
     return parse_bytes_per_s(f"{text} Gbit/s" if bare else text)
 
@@ -74,12 +74,12 @@ PNG = _Quantity("png", _parse_png)
 
 
 def option_group(name: str, make: Callable[..., Any], *options: Command) -> Callable[[Command], Command]:
-    """Returns a decorator that adds options which reach the command as one argument.
+    """Returns a decorator that adds options and passes them to the command as one argument.
 
     Args:
-        name: The argument.
-        make: Makes its value of the values of the options, by their names.
-        options: What ``click.option`` and ``click.argument`` returned, in the order of the help.
+        name: Name of the argument.
+        make: Makes its value from those of the options, passed by name.
+        options: Results of ``click.option`` and ``click.argument``, in the order of the help.
     """
 
     def decorate(command: Command) -> Command:
@@ -97,12 +97,12 @@ def option_group(name: str, make: Callable[..., Any], *options: Command) -> Call
 
 @dataclass(frozen=True)
 class GivenModel:
-    """The checkpoint in question.
+    """The size of a checkpoint, as given by the options.
 
     Attributes:
-        nbytes: Its size in bytes; None if it was not given.
-        parameters: Its parameters, where they are known.
-        recipe: What makes its size, in words.
+        nbytes: Size in bytes; None if it was not given.
+        parameters: Its parameters; None if they are unknown.
+        recipe: Description of how the size was computed.
     """
 
     nbytes: int | None
@@ -110,7 +110,7 @@ class GivenModel:
     recipe: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what is known of it in JSON types."""
+        """Returns the fields in JSON types."""
         return {
             "parameters": None if self.parameters is None else asdict(self.parameters),
             "recipe": self.recipe,
@@ -118,7 +118,7 @@ class GivenModel:
         }
 
     def lines(self) -> list[str]:
-        """Returns the lines that say what is known of it."""
+        """Returns the fields as lines of text."""
         lines = []
         if self.parameters is not None:
             num, about = self.parameters.num, "" if self.parameters.exact else "about "
@@ -166,7 +166,7 @@ def _model(
 
 
 def _look_up(source: str) -> tuple[Parameters, int | None]:
-    """Returns parameters, and the size of a checkpoint that exists, by what the user named."""
+    """Returns the parameters of a SOURCE, and its size if it is an existing checkpoint."""
     if source.endswith(".json"):
         try:
             return of_config(_read_config(source)), None
@@ -208,14 +208,16 @@ model_options = option_group(
     click.option("--vocab", type=COUNT, default="51200", show_default=True, help="Its vocabulary."),
     click.option("--sequence", type=COUNT, default="2048", show_default=True, help="Its positions."),
     click.option(
-        "--recipe", type=click.Choice(list(RECIPES)), help=f"What is kept. [default: {DEFAULT_RECIPE}]"
+        "--recipe",
+        type=click.Choice(list(RECIPES)),
+        help=f"Values saved per parameter. [default: {DEFAULT_RECIPE}]",
     ),
     click.option("--bytes-per-parameter", type=NUMBER, help="Instead of a recipe."),
 )
 
 
 def world_options(command: Command) -> Command:
-    """Adds the options that say how large the job is: `gpus`, `hosts` and `gpus_per_host`."""
+    """Adds the options for the size of the job: `gpus`, `hosts` and `gpus_per_host`."""
     for option in (
         click.option("--gpus-per-host", type=COUNT, default="8", show_default=True, help="GPUs of one host."),
         click.option("--hosts", type=COUNT, help="Hosts of the job."),

@@ -32,12 +32,12 @@ _STAGE_COLOURS = {
     "commit": "#c1121f",
 }
 _OTHER, _IDLE, _FLOOR = "#7f7f7f", "#eef0f2", "#c1121f"
-_WIDTH_PIXELS = 1500  # of the time axis
-_MAX_ROWS = 32  # of more ranks some are shown
+_WIDTH_PIXELS = 1500  # length of the time axis
+_MAX_ROWS = 32  # of more ranks, some are shown
 _CURVE, _BEST, _TOO_OFTEN = "#1f6feb", "#d1480b", "#8c959f"
-_MARKERS = {"Young": ("o", 17), "Daly": ("D", 11)}  # around each other where they coincide
+_MARKERS = {"Young": ("o", 17), "Daly": ("D", 11)}  # concentric if they coincide
 _NUM_POINTS = 400
-_REACH = 16  # shown: intervals up to so many times longer or shorter than what is recommended
+_REACH = 16  # the plot ends at intervals this many times longer and shorter than the recommended one
 _TICKS = {
     f"{number} {unit}": number * seconds
     for unit, seconds, numbers in (
@@ -51,18 +51,18 @@ _TICKS = {
 }
 
 
-@click.command(short_help="Draw where the time of a load or a save went.")
+@click.command(short_help="Draw the timeline of a load or a save.")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--png", required=True, type=PNG, help="Draw it into this file.")
+@click.option("--png", required=True, type=PNG, help="File to draw into.")
 @click.option(
-    "--floor-s", type=click.FloatRange(min=0, min_open=True), help="Mark the floor at so many seconds."
+    "--floor-s", type=click.FloatRange(min=0, min_open=True), help="Mark the floor at this time in seconds."
 )
 def timeline(file: Any, png: str, floor_s: float | None) -> None:
     """Draw the trace in FILE: ranks as rows, stages as colours, idle time visible.
 
-    FILE is what `fastload load --trace`, `fastload plan --trace`, or a load or save with the option `trace`
-    wrote. The dashed line is the floor: as given, or as the trace says, or else the time in which at least
-    one rank was reading.
+    FILE was written by `fastload load --trace`, by `fastload plan --trace`, or by a load or save with the
+    option `trace`. The dashed line is the floor: as given, as recorded in the trace, or the time in which at
+    least one rank was reading.
     """
     trace = _read(file)
     if floor_s is not None:
@@ -77,12 +77,12 @@ def timeline(file: Any, png: str, floor_s: float | None) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank did.
+    """The work of one rank.
 
     Attributes:
-        title: Rank and host, and what else there is to say.
-        stages: When each stage was under way.
-        end_s: When the rank was done.
+        title: Rank and host, and notes.
+        stages: The intervals of each stage.
+        end_s: End of the rank's work.
     """
 
     title: str
@@ -95,11 +95,11 @@ class Trace:
     """A trace of a load or a save.
 
     Attributes:
-        rows: By rank.
-        what: What was done.
-        num_ranks: Ranks of the job, of which the trace may have some.
-        nbytes: Bytes that were loaded; 0 if the trace does not say.
-        floor_s: How long one client needs to stream them; None if the trace does not say.
+        rows: The ranks in order.
+        what: Description of the work.
+        num_ranks: Ranks of the job; the trace may have fewer.
+        nbytes: Bytes loaded; 0 if not recorded.
+        floor_s: Seconds in which one client streams them; None if not recorded.
     """
 
     rows: Sequence[Row]
@@ -110,12 +110,12 @@ class Trace:
 
     @property
     def end_s(self) -> float:
-        """When the last rank was done."""
+        """End of the last rank's work."""
         return max(row.end_s for row in self.rows)
 
     @property
     def reading_s(self) -> float:
-        """For how long at least one rank was reading."""
+        """Seconds in which at least one rank was reading."""
         reads = _union(interval for row in self.rows for interval in row.stages.get("read", []))
         return sum(end - begin for begin, end in reads)
 
@@ -169,13 +169,13 @@ def _union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def draw_timeline(path: str, trace: Trace, floor_s: float, floor: str) -> None:
-    """Draws ranks as rows and stages as coloured tracks; what stays grey is idle.
+    """Draws ranks as rows and stages as coloured tracks; idle time is grey.
 
     Args:
         path: PNG file to write.
-        trace: What to draw; of many ranks the slowest, the fastest and some in between.
-        floor_s: Where to mark the floor.
-        floor: What it is called.
+        trace: The trace; of many ranks, the slowest, the fastest and some in between are drawn.
+        floor_s: Position of the floor.
+        floor: Label of the floor.
 
     Raises:
         FastloadError: matplotlib is not installed, or the file cannot be written.
@@ -219,7 +219,7 @@ def _save(figure: Any, path: str) -> None:
 
 
 def _representative(rows: Sequence[Row]) -> list[Row]:
-    """Returns all rows, or evenly spread ones with the slowest and the fastest among them."""
+    """Returns all rows, or evenly spread ones that include the slowest and the fastest."""
     if len(rows) <= _MAX_ROWS:
         return list(rows)
     by_end = sorted(range(len(rows)), key=lambda index: rows[index].end_s)
@@ -243,7 +243,7 @@ def _draw_row(axes: Any, index: int, row: Row, stages: list[str], until_s: float
 
 
 def _density(intervals: Intervals, until_s: float) -> Any:
-    """Returns which part of each pixel's time is covered: what is too short to see is pale, not lost."""
+    """Returns the covered fraction of each pixel's time, so short intervals are pale, not lost."""
     if not intervals:
         return 0.0
     times = np.array(intervals)
@@ -278,7 +278,7 @@ def _add_legend(figure: Any, trace: Trace, stages: list[str], floor: str) -> Non
 
 
 def _busy(trace: Trace, stage: str) -> float:
-    """Returns the part of the time in which a stage is under way, on average over the ranks that have it."""
+    """Returns the mean fraction of the time that a stage takes, over the ranks that have it."""
     rows = [row.stages[stage] for row in trace.rows if stage in row.stages]
     busy_s = sum(end - begin for intervals in rows for begin, end in intervals)
     return busy_s / (trace.end_s * len(rows)) if rows and trace.end_s else 0.0
@@ -287,7 +287,7 @@ def _busy(trace: Trace, stage: str) -> float:
 def draw_ettr(
     path: str, rules: Sequence[Mapping[str, Any]], best: Recommendation, storage: Tier, mtbf_s: float
 ) -> None:
-    """Draws the expected training time ratio over the interval, with what the rules say.
+    """Plots the effective training time ratio (ETTR) against the interval, with the published rules.
 
     Args:
         path: PNG file to write.

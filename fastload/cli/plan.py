@@ -1,4 +1,4 @@
-"""``fastload plan``: who would read what, and how long that would take, in any world."""
+"""``fastload plan``: predicts a load on any cluster: who reads what, and how long it takes."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from fastload.storage.single_file import write_text
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.routed_plan import RoutedPlan
 
-_MOST_CHUNKS = 100_000  # of which the shares are added up one by one
+_MOST_CHUNKS = 100_000  # whose lengths are summed one by one
 _MOST_TRACED = 64
 _HEADS = (
     "strategy", "time", "÷floor", "off storage", "readers", "share", "max/mean", "exchanged", "rounds",
     "chunk", "bound by",
 )  # fmt: skip
-_SHORT_S = 0.25  # what opening a checkpoint takes, with few ranks
+_SHORT_S = 0.25  # time to open a checkpoint with few ranks
 
 
-@click.command(short_help="Who would read what, and how long it would take.")
+@click.command(short_help="Predict a load on any cluster: who reads what, and how long it takes.")
 @click.argument("path", required=False)
-@click.option("--size", type=SIZE, help="Instead of PATH: bytes of a checkpoint, such as 13.8TB or 512GiB.")
+@click.option("--size", type=SIZE, help="Size of a checkpoint, such as 13.8TB or 512GiB, instead of PATH.")
 @click.option("--hosts", required=True, type=COUNT, help="Hosts.")
 @click.option("--ranks-per-host", default="1", show_default=True, type=COUNT, help="Ranks on each host.")
 @click.option(
     "--storage-gbps",
     type=LINK_RATE,
-    help="What storage delivers to all hosts together; this, the next, or both.",
+    help="Rate of storage to all hosts together; give this, the next, or both.",
 )
-@click.option("--per-host-storage-gbps", type=LINK_RATE, help="What storage delivers to one host at most.")
-@click.option("--host-gbps", required=True, type=LINK_RATE, help="A host's network link, each way.")
+@click.option("--per-host-storage-gbps", type=LINK_RATE, help="Highest rate of storage to one host.")
+@click.option("--host-gbps", required=True, type=LINK_RATE, help="Rate of a host's network link, each way.")
 @click.option(
-    "--rank-gbps", type=LINK_RATE, help="What a rank's cores can receive and pass on; 1.6GB/s if not given."
+    "--rank-gbps", type=LINK_RATE, help="Rate at which a rank's cores receive and send; 1.6GB/s by default."
 )
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
     type=click.Choice(["cpu", "cuda"]),
-    help="Where the tensors go: with cuda the exchange is NCCL's.",
+    help="Device of the tensors; with cuda the exchange uses NCCL.",
 )
-@click.option("--tp", type=COUNT, help="Tensor parallel ranks, if the model is sharded; next to each other.")
-@click.option("--pp", type=COUNT, help="Stages of its pipeline.")
-@click.option("--dp", type=COUNT, help="Its data parallel ranks: replicas, or with --fsdp parts.")
-@click.option("--fsdp", is_flag=True, help="The data parallel ranks shard what they would replicate.")
-@click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
-@click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
+@click.option("--tp", type=COUNT, help="Tensor-parallel ranks, which are adjacent.")
+@click.option("--pp", type=COUNT, help="Pipeline stages.")
+@click.option("--dp", type=COUNT, help="Data-parallel ranks: replicas, or shards with --fsdp.")
+@click.option("--fsdp", is_flag=True, help="Shard over the data-parallel ranks.")
+@click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB by default.")
+@click.option("--chunk", type=SIZE, help="chunk_bytes; chosen by default.")
 @json_option
-@click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy into this file.")
+@click.option("--trace", metavar="FILE", help="Write a trace of the fastest strategy into this file.")
 def plan(
     path: str | None,
     size: int | None,
@@ -85,13 +85,13 @@ def plan(
     as_json: bool,
     trace: str | None,
 ) -> None:
-    """Show who would read what of the checkpoint at PATH, and predict how long it would take.
+    """Predict a load of the checkpoint at PATH on a cluster, which need not exist.
 
-    The world need not exist. With --tp, --pp or --dp its ranks hold parts of the model, cut as Megatron-LM
-    does, by the names of the tensors; of a --size, parts of a transformer of equal layers.
+    With --tp, --pp or --dp the ranks hold parts of the model, cut by tensor names as in Megatron-LM, or, with
+    --size, parts of a transformer with equal layers.
 
     A rate is a number of Gbit/s, or has a unit: 400Gbit/s, 50GB/s, 46GiB/s. Rates are goodput: some 95 %
-    of an Ethernet line. Storage and exchange share a host's link.
+    of an Ethernet line rate. Storage and exchange share a host's link.
     """
     shown_path = locate(path).url if path is not None else None
     if (path is None) == (size is None):
@@ -153,7 +153,7 @@ def _require_fit(parallel: Parallel, cluster: Cluster) -> None:
 
 
 def _floor_s(load: _Load) -> float:
-    """Returns how long one client needs to stream everything."""
+    """Returns the seconds that one client needs to stream everything."""
     return load.nbytes / load.cluster.client_bytes_per_s
 
 
@@ -165,7 +165,7 @@ def _share_bytes(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
     if plan.num_rounds * len(plan.readers) <= _MOST_CHUNKS:
         rounds = range(plan.num_rounds)
         return max(sum(plan.chunk(index, rank).nbytes for index in rounds) for rank in plan.readers), mean
-    return math.ceil(mean) + plan.chunk_bytes_of(plan.num_rounds - 1), mean  # no less than it is
+    return math.ceil(mean) + plan.chunk_bytes_of(plan.num_rounds - 1), mean  # an upper bound
 
 
 def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> dict[str, Any]:
@@ -271,13 +271,13 @@ def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str
 
 
 def _rate(bytes_per_s: float) -> str:
-    """Both units, so that nobody takes one for the other."""
+    """Returns a rate in bits and in bytes, against confusion."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:,.4g} Gbit/s = {format_rate(bytes_per_s)}"
 
 
 def _events(prediction: Prediction, load: _Load) -> Any:
-    """The predicted timeline as a trace: of all ranks, or of some where they are many."""
+    """Returns the predicted timeline as a trace of all ranks, or of some if there are many."""
     cluster = load.cluster
     step = -(-cluster.num_ranks // _MOST_TRACED)
     readers = set(prediction.plan.readers)

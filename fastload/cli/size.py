@@ -1,4 +1,4 @@
-"""``fastload size``: how large a checkpoint is, and what moving it asks of storage."""
+"""``fastload size``: the size of a checkpoint, and the bandwidth to save and restore it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fastload.estimate.sizing import (
 from fastload.estimate.units import count, format_bytes, format_duration, format_rate
 
 
-@click.command(short_help="How large a checkpoint is, and what it asks of storage.")
+@click.command(short_help="Compute the size of a checkpoint, and the bandwidth that it needs.")
 @model_options
 @click.option("--tp", type=COUNT, default="1", show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=COUNT, default="1", show_default=True, help="Pipeline stages.")
-@click.option("--dp", type=COUNT, help="Replicas; as many as the GPUs make if not given.")
+@click.option("--dp", type=COUNT, help="Replicas; computed from the GPUs by default.")
 @world_options
-@click.option("--at", "rate", type=RATE, help="Bandwidth of storage: how long does it take?")
-@click.option("--within", type=TIME, multiple=True, help="Time: what bandwidth does it take? Repeatable.")
-@click.option("--every", type=TIME, help="Interval between saves: what do they cost?")
+@click.option("--at", "rate", type=RATE, help="Bandwidth of storage, to compute the time.")
+@click.option("--within", type=TIME, multiple=True, help="Time, to compute the bandwidth; repeatable.")
+@click.option("--every", type=TIME, help="Interval between saves, to compute their overhead.")
 @json_option
 @csv_option
 def size(
@@ -47,7 +47,7 @@ def size(
     as_csv: bool,
     as_json: bool,
 ) -> None:
-    """How large a checkpoint is, and what saving and restoring it asks of storage.
+    """Compute the size of a checkpoint, and the bandwidth or time to save and restore it.
 
     SOURCE is a number of parameters (70B, 1.3e12), a Hugging Face config.json, or a checkpoint.
     """

@@ -1,1 +1,1 @@
-"""What a new site needs to know: what its ranks have, how fast its links are, and what stands in the way."""
+"""Examines the hosts and links of a job, and finds its problems."""

@@ -23,8 +23,8 @@ from fastload.transfer.links import Links
 from fastload.transfer.plan import choose_strategy
 
 _LIMIT_S = 60.0  # without progress
-_LINK_LIMIT_S = 15.0  # for connecting, and for a message
-_AIM_S = 1.0  # what the slowest link is measured for
+_LINK_LIMIT_S = 15.0  # to connect, and for each message
+_AIM_S = 1.0  # duration of the measurement on the slowest link
 _MESSAGE_BYTES = 4 << 20
 _FEWEST, _MOST = 4, 1024
 _IN_FLIGHT = 2
@@ -32,19 +32,19 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Opening:
-    """What opening a checkpoint came to.
+    """The result of opening a checkpoint.
 
     Attributes:
-        path: What was asked for, to be shown.
+        path: Its path or URL, for messages.
         is_local: Whether it is on a file system.
-        format: Of the checkpoint; empty if there is none.
-        nbytes: Of the checkpoint.
-        num_files: Of the checkpoint.
-        strategy: How a load into host memory would go.
-        why: The reason.
-        notes: For each rank that cannot read, why.
+        format: Format of the checkpoint; empty if there is none.
+        nbytes: Size of the checkpoint.
+        num_files: Number of its files.
+        strategy: The strategy of a load into host memory.
+        why: The reason for the strategy.
+        notes: Why a rank cannot read, by rank.
         problem: Why it could not be opened; empty if it could.
-        is_missing: Whether that is because nothing is there that is a checkpoint.
+        is_missing: Whether there is no checkpoint.
     """
 
     path: str
@@ -61,13 +61,13 @@ class Opening:
 
 @dataclass(frozen=True)
 class HostRate:
-    """What came to a host from the one before it, while it sent as much to the one behind it.
+    """The rate at which a host received from the previous one while it sent to the next one.
 
     Attributes:
-        host: Its name.
-        source: The other one's.
-        bytes_per_s: How fast; 0 if nothing came.
-        problem: Why nothing came; empty if it did.
+        host: Name of the host.
+        source: Name of the previous host.
+        bytes_per_s: The rate; 0 if nothing arrived.
+        problem: Why nothing arrived; empty if it did.
     """
 
     host: str
@@ -78,16 +78,16 @@ class HostRate:
 
 @dataclass(frozen=True)
 class Site:
-    """What all ranks together found.
+    """The findings of all ranks together.
 
     Attributes:
-        facts: Of each rank.
+        facts: The facts of each rank.
         launcher: ``torchrun``, ``srun`` or ``none``.
-        met_s: What it took the ranks to find each other.
-        clocks_s: What takes each rank's clock to rank 0's; None where that could not be found out.
-        rates: Between hosts; nothing if there is one only.
-        opening: Of the checkpoint that was asked for; None if none was.
-        staging_bytes: What a load takes at most on each rank, beyond the state.
+        met_s: Seconds until the ranks had found each other.
+        clocks_s: Offset of rank 0's clock from that of each rank; None if unknown.
+        rates: Rates between hosts; empty for a single host.
+        opening: The result of opening the given checkpoint; None without one.
+        staging_bytes: Limit of a load's memory on each rank, beyond the state.
     """
 
     facts: list[Facts]
@@ -100,22 +100,21 @@ class Site:
 
 
 def examine(launch: Launch, location: Location | None, options: LoadOptions) -> Site:
-    """Has all ranks of a job look around.
+    """Examines all ranks of a job. Needs no process group, so it can explain why there is none.
 
-    A step that fails is told of in what it was to find out. No process group is made: where one could not
-    be, this says why.
+    A step that fails is reported in its result.
 
     Args:
-        launch: This process's place in the job.
+        launch: This process's rank in the job.
         location: A checkpoint, or a directory for checkpoints; None for none.
-        options: How it would be loaded.
+        options: Options of a load.
 
     Returns:
-        The same on all ranks.
+        The findings, the same on all ranks.
 
     Raises:
         WorldError: The ranks did not find each other.
-        PeerError: A rank ended, or was stuck.
+        PeerError: A rank died, or was stuck.
     """
     began = time.monotonic()
     worlds = join_job(launch, "looking around", "opening a checkpoint", timeout_s=_LIMIT_S)
@@ -176,15 +175,15 @@ def _opened(begun: Opening, access: Access, num_ranks: int, options: LoadOptions
 
 
 def measure_rates(world: World, hosts: Sequence[str], machines: Sequence[str]) -> list[HostRate]:
-    """Sends bytes around a ring of the hosts; one connection from each to the next, all at a time.
+    """Sends bytes around a ring of the hosts, over one connection from each to the next, all at once.
 
     Args:
-        world: The ranks, all of which call this.
-        hosts: Name of each rank's host.
-        machines: What the ranks of one host have in common, and no others.
+        world: The ranks; all of them call this.
+        hosts: Host name of each rank.
+        machines: Identifier of each rank's host.
 
     Returns:
-        One for each host, the same on all ranks; nothing if there is only one host.
+        One rate for each host, the same on all ranks; empty for a single host.
 
     Raises:
         FastloadError: A rank did not answer.
@@ -211,22 +210,22 @@ def measure_rates(world: World, hosts: Sequence[str], machines: Sequence[str]) -
 
 
 class _Ring:
-    """A host's place among the others: it gets bytes from the one before and sends them to the one behind.
+    """A host in a ring: it receives bytes from the previous one and sends them to the next one.
 
     Args:
-        number: Of this host.
-        size: How many there are, two at least.
+        number: Number of this host.
+        size: Number of hosts, at least two.
     """
 
     def __init__(self, number: int, size: int) -> None:
         self.links = Links(number, timedelta(seconds=_LINK_LIMIT_S))
-        self.before, self.behind = (number - 1) % size, (number + 1) % size
+        self.previous, self.following = (number - 1) % size, (number + 1) % size
         self.number = number
         self.problem = ""
 
     def open(self) -> dict[str, list[str]]:
         try:
-            return self.links.open({self.before, self.behind})
+            return self.links.open({self.previous, self.following})
         except FastloadError as error:
             self.problem = str(error)
             return {}
@@ -242,16 +241,16 @@ class _Ring:
             self.problem = str(error)
 
     def trial(self) -> float:
-        self._pass_on(1)  # the first message finds its way, and memory is touched for the first time
+        self._pass_on(1)  # warms up the connection and the memory
         return self._pass_on(_IN_FLIGHT)
 
     def result(self, hosts: Sequence[str], leaders: Sequence[int], count: int) -> HostRate:
-        host, source = hosts[leaders[self.number]], hosts[leaders[self.before]]
+        host, source = hosts[leaders[self.number]], hosts[leaders[self.previous]]
         rate = self._pass_on(count)
         return HostRate(host, source, rate, self.problem)
 
     def _pass_on(self, count: int) -> float:
-        """Sends and receives so many messages; returns their bytes per second, 0 if any did not come."""
+        """Sends and receives `count` messages; returns bytes per second, 0 if a message is lost."""
         if self.problem:
             return 0.0
         outgoing = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
@@ -260,8 +259,8 @@ class _Ring:
         began, works = time.perf_counter(), list[Any]()
         try:
             for index in range(count):
-                works.append(self.links.receive(incoming[index % _IN_FLIGHT], self.before, 0))
-                works.append(self.links.send(outgoing, self.behind, 0))
+                works.append(self.links.receive(incoming[index % _IN_FLIGHT], self.previous, 0))
+                works.append(self.links.send(outgoing, self.following, 0))
                 if len(works) >= 2 * _IN_FLIGHT:
                     works.pop(0).wait(limit)
                     works.pop(0).wait(limit)

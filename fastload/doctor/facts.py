@@ -1,4 +1,4 @@
-"""What one rank finds on its host, by looking only: nothing is changed, and nothing is waited for long."""
+"""The facts of one rank and its host, collected within seconds and without changing anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fastload.storage import Location
 from fastload.storage.mounts import bucket_client, file_system_type
 
 LOOKUP_LIMIT_S = 6.0
-"""Longest wait for a name server, which resolvers ask again after 5 s."""
+"""Longest wait for a name server; resolvers retry after 5 s."""
 _PATH_LIMIT_S = 10.0
 _LOOPBACK = "lo"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -38,12 +38,12 @@ _DISTRIBUTIONS = "safetensors fsspec xxhash numpy obstore boto3".split()
 
 @dataclass(frozen=True)
 class NameLookup:
-    """One question to whatever knows the names of hosts.
+    """A lookup of a host name or an address.
 
     Attributes:
-        question: What was asked, such as ``name of 10.0.0.1``.
-        answer: Empty if there is none.
-        seconds: What it took; at most `LOOKUP_LIMIT_S`.
+        question: Description, such as ``name of 10.0.0.1``.
+        answer: The result; empty if there is none.
+        seconds: Duration, at most `LOOKUP_LIMIT_S`.
     """
 
     question: str
@@ -53,17 +53,17 @@ class NameLookup:
 
 @dataclass(frozen=True)
 class PathFacts:
-    """What a rank sees of a local path.
+    """A local path as one rank sees it.
 
     Attributes:
         kind: Type of the file system.
-        client: The program that mounts a bucket there; empty if it is none.
-        exists: Whether anything is there.
-        is_folder: Whether that is a directory.
+        client: The program that mounts a bucket there; empty if it is not a bucket.
+        exists: Whether the path exists.
+        is_folder: Whether it is a directory.
         readable: Whether this process may read it.
-        writable: Whether this process may write there, or make it.
-        free_bytes: What the file system still takes.
-        problem: Why nothing could be found out; empty if it could.
+        writable: Whether this process may write to it, or create it.
+        free_bytes: Free space of the file system.
+        problem: Why the path could not be examined; empty if it could.
     """
 
     kind: str = ""
@@ -78,23 +78,23 @@ class PathFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank finds.
+    """The facts of one rank.
 
     Attributes:
         host: Name of the host.
-        machine: What the ranks of one host have in common, and no others.
-        versions: Of the software, by name; only of what is installed.
-        backends: Of torch.distributed, that this torch has.
+        machine: Identifier of the host, the same on its ranks only.
+        versions: Versions of the installed software, by name.
+        backends: Backends of torch.distributed in this torch.
         gpus: Names of the GPUs that this process sees.
-        interface: Name of the network interface that Gloo takes, with its address.
-        speed_mbits: What the interface says of itself; 0 if nothing.
-        infiniband: Names of such devices.
-        lookups: What name servers say, and how soon.
-        open_files: Soft and hard limit; -1 is none.
-        locked_bytes: Soft limit of memory that may be locked; -1 is none.
-        memory_bytes: What this process may have, and what is free of it.
-        shm_bytes: Size of ``/dev/shm``, and what is free of it.
-        path: What it sees of the local path that was asked for; None if there is none.
+        interface: Name and address of the network interface that Gloo uses.
+        speed_mbits: Speed of the interface; 0 if unknown.
+        infiniband: Names of InfiniBand devices.
+        lookups: Lookups of names and addresses.
+        open_files: Soft and hard limit of open files; -1 for no limit.
+        locked_bytes: Soft limit of locked memory; -1 for no limit.
+        memory_bytes: Memory of this process, and the free part of it.
+        shm_bytes: Size and free space of ``/dev/shm``.
+        path: The given local path; None without one.
     """
 
     host: str
@@ -114,7 +114,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Facts:
-        """Takes what `dataclasses.asdict` made of one, by way of JSON."""
+        """Returns the facts from the result of `dataclasses.asdict`, after a round trip through JSON."""
         lookups = [NameLookup(**lookup) for lookup in fields["lookups"]]
         path = PathFacts(**fields["path"]) if fields["path"] else None
         pairs = {name: tuple(fields[name]) for name in ("open_files", "memory_bytes", "shm_bytes")}
@@ -122,12 +122,12 @@ class Facts:
 
 
 def look_around(rank: int, master: str, location: Location | None) -> Facts:
-    """Collects what can be known of this rank's process and host, within seconds.
+    """Collects the facts of this rank and its host, within seconds.
 
     Args:
-        rank: This one.
+        rank: This rank.
         master: Name or address of the host where the ranks meet; empty without a launcher.
-        location: What the user asks for.
+        location: The given checkpoint or directory; None without one.
     """
     host = socket.gethostname()
     own = _ask(f"address of {host}", lambda: socket.gethostbyname(host))
@@ -180,12 +180,12 @@ def _reversed(address: str) -> Callable[[], str]:
 
 
 def _address(name: str) -> str:
-    """Returns the address that a name has; empty if there is none soon."""
+    """Returns the address of a name; empty if there is no quick answer."""
     return _ask(name, lambda: socket.gethostbyname(name)).answer if name else ""
 
 
 def _interface_with(address: str) -> str:
-    """Returns the interface that has an address; Gloo takes loopback where none has."""
+    """Returns the interface with an address; if none has it, Gloo uses loopback."""
     for _, name in socket.if_nameindex():
         if address and _address_of(name) == address:
             return name
@@ -200,7 +200,7 @@ def _address_of(interface: str) -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Returns what this process may have, and what is free of it; zeros where the system does not say."""
+    """Returns the memory of this process and the free part of it; zeros if unknown."""
     total, free = memory_bytes()
     return total or 0, free or 0
 
@@ -231,7 +231,7 @@ def _seen(path: str) -> PathFacts:
 
 
 def _room(path: str) -> tuple[int, int]:
-    """Returns the size of a file system and what is free of it, in bytes; zeros if there is none."""
+    """Returns size and free space of a file system in bytes; zeros if there is none."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -247,7 +247,7 @@ def _text(path: str) -> str:
 
 
 def _number_in(path: str) -> int:
-    """Returns the number in a file; 0 if there is none, or it is below."""
+    """Returns the number in a file; 0 if there is none, or it is negative."""
     text = _text(path).strip()
     return int(text) if text.isdigit() else 0
 

@@ -1,4 +1,4 @@
-"""What the facts of all ranks come to: one line for each subject, and what to do where that is a problem."""
+"""Findings from the facts of all ranks: one line for each subject, with advice against problems. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Level = Literal["ok", "note", "problem"]
 _SLOW_LOOKUP_S = 1.0
 _FAR_CLOCK_S = 1.0
 _SLOW_LINK = 0.5  # of the median
-_MIN_FILES = 512  # that a process has open besides those of checkpoints and connections
+_MIN_FILES = 512  # open files of a process besides checkpoints and connections
 _MIN_SHM_BYTES = 1 << 30
 _MIN_LOCKED_BYTES = 1 << 30
 _HAS_TO_BE_EQUAL = ("fastload-torch", "torch")
@@ -30,10 +30,10 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        subject: What it is about.
-        found: What was found.
-        level: ``note`` is worth knowing; ``problem`` will hurt.
-        advice: What to do; empty where nothing is to be done.
+        subject: Its subject.
+        found: The finding.
+        level: ``ok``, ``note`` for information, or ``problem``.
+        advice: What to do; empty if nothing.
     """
 
     subject: str
@@ -43,11 +43,7 @@ class Finding:
 
 
 def findings(site: Site) -> list[Finding]:
-    """Judges what all ranks found. Pure.
-
-    Args:
-        site: What they found.
-    """
+    """Judges the facts of all ranks."""
     subjects = (
         _ranks,
         _versions,
@@ -68,7 +64,7 @@ def findings(site: Site) -> list[Finding]:
 
 
 def _judged(subject: str, found: str, *, problem: str = "", note: str = "") -> Finding:
-    """Returns a finding with the advice against a problem, or else of a note, if there is either."""
+    """Returns a finding with the advice of a problem or of a note, if there is either."""
     return Finding(subject, found, "problem" if problem else "note" if note else "ok", problem or note)
 
 

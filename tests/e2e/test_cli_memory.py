@@ -29,7 +29,7 @@ def test_what_is_in_memory_is_listed_and_what_dead_jobs_left_is_removed(tmp_path
     manager._tier.settle()
     [job] = json.loads(run("ls", "--memory", place, "--json"))["jobs"]
     assert (job["root"], job["in_use"]) == (root, True)
-    assert job["generations"] == [{"step": 4, "branch": 0, "held": [0], "num_shares": 1}]
+    assert job["checkpoints"] == [{"step": 4, "branch": 0, "held": [0], "num_shares": 1}]
     assert 4_000_000 <= job["nbytes"] < 5_000_000
     assert "in use" in run("ls", "--memory", place)
     assert run("prune", "--memory", place).startswith("0 jobs")
