@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeAlias
@@ -201,22 +201,16 @@ class Buffers:
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
+        buffer = self._buffers[work.index % len(self._buffers)]
+        directories: dict[int, _Directory] = {}  # of the messages that other ranks of this host hold
         for each in chain(work.packed, work.incoming):
-            message = each.message
+            message, holder, data = each.message, each.route.holder, each.data
             if message.ranges and message.reader not in work.statuses:
-                pieces = [] if each.is_in_place else _cut(message, self._data(work, each))
-                yield Arrival(message.reader, message.nbytes, pieces)
-
-    def _data(self, work: Round, each: Delivery) -> Tensor:
-        """Returns the bytes of a message from the memory of any rank of this host."""
-        holder = each.route.holder
-        if holder == self._rank:
-            return each.data
-        if holder not in work.directories:
-            buffer = self._buffers[work.index % len(self._buffers)]
-            work.directories[holder] = _Directory(buffer.of(holder))
-        directory: _Directory = work.directories[holder]
-        return directory.find(each)
+                if holder != self._rank:
+                    if holder not in directories:
+                        directories[holder] = _Directory(buffer.of(holder))
+                    data = directories[holder].find(each)
+                yield Arrival(message.reader, message.nbytes, [] if each.is_in_place else _cut(message, data))
 
     def _arrivals_in_slots(self, work: Round) -> Iterator[Arrival]:
         """Joins adjacent pieces, since each piece takes a copy of its own."""
@@ -268,7 +262,7 @@ class Buffers:
         if work.slots is not None:
             memory = own.memory if own is not None else self._own[slot]
             into = work.slots.each[self._rank]
-            work.own = memory[: into.numel()]
+            work.slots = replace(work.slots, own=memory[: into.numel()])
             work.packed = [Delivery(message, way, into[:nbytes]) for message, way in work.outgoing]
             return
         work.pack = partial(self._pack, room, directory, is_in_place, own is not None)

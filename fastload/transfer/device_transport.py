@@ -378,8 +378,8 @@ class DeviceTransport(_BackendTransport):
         assert self._broadcast is not None
         readers = tuple(slots.each)
         statuses.zero_()
-        if work.own is not None:
-            copy_async(work.own, slots.each[self._rank])
+        if slots.own is not None:
+            copy_async(slots.own, slots.each[self._rank])
             statuses[readers.index(self._rank)].fill_(work.status)
         self._broadcast.run(readers, slots.memory, statuses)
 

@@ -196,7 +196,7 @@ class HostTransport(Transport):
             targets = (rank for ranks in self._targets.values() for rank in ranks)
             self._wire = Wire(world, members, {*(source for _, source in self._sources), *targets})
         self._notices = _Notices()
-        self._relay = Relay(self._forward_all, self._ended, self.watch, timedelta(seconds=world.patience_s))
+        self._relay = Relay(self._forward, self._ended, self.watch, timedelta(seconds=world.patience_s))
         self._shared: SharedBuffers | None = None
         if len(routing.neighbours) > 1:
             self._shared = SharedBuffers(world, routing.neighbours)
@@ -248,13 +248,15 @@ class HostTransport(Transport):
     def post(self, work: Round) -> None:
         if self._shared is not None:
             self._shared.post(work)
-        received = [each for each in work.incoming if each.route.source is not None]
+        receives: list[tuple[Delivery, Any]] = []
         try:
-            work.receives = [(each, self._receive(each)) for each in received]
+            receives += [
+                (each, self._receive(each)) for each in work.incoming if each.route.source is not None
+            ]
         except RuntimeError as error:
             work.broke(error)
         if self._wire is not None:
-            self._relay.post(work, sum(each.message.nbytes for each in received))
+            self._relay.post(work, receives)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -296,10 +298,6 @@ class HostTransport(Transport):
                 self._notices.expect(reader, source, partial(self._receive_notice, reader, source))
         except RuntimeError as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
-
-    def _forward_all(self, work: Round) -> None:
-        for each, receive in work.receives:
-            self._forward(work, each, receive)
 
     def _ended(self, work: Round) -> None:
         """Ends a round: at once if this rank shares no memory or its part broke, else with its host."""

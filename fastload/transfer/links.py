@@ -26,7 +26,7 @@ from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer, address_in, listener_at, require_reachable
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError
-from fastload.transfer.transport import TICK_S, Round
+from fastload.transfer.transport import TICK_S, Delivery, Round
 
 _NEVER_SENT = 2**31 - 1  # a tag
 
@@ -435,11 +435,14 @@ class Wire:
         return Links(self._world.rank, timedelta(seconds=self._world.patience_s))
 
 
+_Receives = Sequence[tuple[Delivery, Any]]
+
+
 class Relay:
     """Forwards what arrives, round by round, in a thread; a second thread waits for the sends.
 
     Args:
-        forward: Waits for the messages of a round and forwards them.
+        forward: Waits for a message of a round, given its receive, and forwards it.
         ended: Called when the messages of a round have arrived and this rank's chunk was sent.
         watch: Stopped then.
         timeout: Longest wait for a message.
@@ -452,7 +455,7 @@ class Relay:
 
     def __init__(
         self,
-        forward: Callable[[Round], None],
+        forward: Callable[[Round, Delivery, Any], None],
         ended: Callable[[Round], None],
         watch: Stopwatch,
         timeout: timedelta,
@@ -465,7 +468,7 @@ class Relay:
         self._num_posted = self._num_ended = 0
         self.is_intact = True
         self.bytes_in = 0
-        self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[tuple[Round, _Receives] | None] = queue.SimpleQueue()
         self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         # A wait for a send cannot watch the failure flag, so it is not for the caller's thread.
         self._threads = (
@@ -478,11 +481,11 @@ class Relay:
         for thread in self._threads:
             thread.start()
 
-    def post(self, work: Round, nbytes: int) -> None:
-        """Takes the next round, whose receives of so many bytes are posted."""
-        self.bytes_in += nbytes
+    def post(self, work: Round, receives: _Receives) -> None:
+        """Takes the next round, with the receives that are open."""
+        self.bytes_in += sum(each.message.nbytes for each, _ in receives)
         self._num_posted += 1
-        self._posted.put(work)
+        self._posted.put((work, receives))
 
     def close(self, cut: Callable[[], object]) -> bool:
         """Ends the threads; returns whether they no longer use the connections.
@@ -507,8 +510,10 @@ class Relay:
         return any(thread.is_alive() for thread in alive)
 
     def _forward_all(self) -> None:
-        while (work := self._posted.get()) is not None:
-            self._forward(work)
+        while (posted := self._posted.get()) is not None:
+            work, receives = posted
+            for each, receive in receives:
+                self._forward(work, each, receive)
             while work.error is None and not self._closed and not work.started.wait(TICK_S):
                 pass
             if work.started.is_set():

@@ -61,10 +61,12 @@ class Slots:
     Attributes:
         memory: All slots, flat uint8.
         each: The slot of each reader.
+        own: Host memory of this rank's chunk, to copy to its slot.
     """
 
     memory: Tensor
     each: dict[int, Tensor]
+    own: Tensor | None = None
 
 
 class FlatBuffer(NamedTuple):
@@ -95,9 +97,6 @@ class Round:
         packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
         slots: On a device, the adjacent slots that the chunks of all readers arrive in.
-        own: Host memory of this rank's chunk, to copy to its slot.
-        directories: Directories of the messages that other ranks of this host hold, by rank, as far as read.
-        receives: The transport's handles of receives.
         sends: The transport's handles of sends.
         status: Status of this rank's own chunk when it is sent; 0 if it could be read.
         statuses: Status of each chunk that could not be read, by reader; complete once `done`.
@@ -117,7 +116,6 @@ class Round:
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
     slots: Slots | None = None
-    own: Tensor | None = None
     status: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     started: threading.Event = field(default_factory=threading.Event)
@@ -125,8 +123,6 @@ class Round:
     sent: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     began: float | None = None
-    directories: dict[int, Any] = field(default_factory=dict)
-    receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
 
     def broke(self, error: BaseException) -> None:

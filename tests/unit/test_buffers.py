@@ -88,8 +88,8 @@ class OneRank:
         work = self._buffers.prepare(self._plan, index, index, read_ahead)
         if read_ahead is None and work.byte_ranges:
             self._read(work.byte_ranges, work.buffers)
-        if work.own is not None and work.slots is not None:
-            work.slots.each[self.rank].copy_(work.own)
+        if work.slots is not None and work.slots.own is not None:
+            work.slots.each[self.rank].copy_(work.slots.own)
         work.pack(work)
         return work
 
