@@ -2,8 +2,10 @@
 
     python scripts/bench_engines.py --ranks 4 --size 440MiB --repeats 5 --folder /dev/shm
     $(tests/engines/setup) scripts/bench_engines.py vllm --size 1340MB --repeats 3
+    $(tests/engines/setup) scripts/bench_engines.py lab --hosts 2 --storage-rate 400mbit     (as root)
 
-The second one loads a model in the workers of vLLM, by its own loader and by others.
+The second one loads a model in the workers of vLLM, by its own loader and by others; the third one in workers
+on lab hosts (scripts/lab), which share one link to the storage.
 
 Arms run interleaved in one job, each from a barrier until the slowest rank is done; the first run of each is
 not counted.
@@ -90,6 +92,39 @@ def vllm(size: int, repeats: int, folder: str | None, sizes: tuple[int, ...], ar
                     peak = f"{row['peak_bytes'] / MIB:.0f}"
                     table.add_row(row["arm"], str(tp), "cold" if is_cold else "cached", *numbers, peak)
     print_table(table)
+
+
+@main.command()
+@click.option("--hosts", default=2, show_default=True, help="Lab hosts, each with one worker.")
+@click.option("--size", type=Bytes(), default="512MB", show_default=True, help="Of the model, in bf16.")
+@click.option("--storage-rate", default="400mbit", show_default=True, help="The storage's link.")
+@click.option("--host-rate", default="2gbit", show_default=True, help="Each host's link.")
+@click.option("--repeats", default=3, show_default=True, help="Loads of each arm that count.")
+@click.option("--arms", default="", help="Only arms whose name contains one of these (a,b,c).")
+def lab(hosts: int, size: int, storage_rate: str, host_rate: str, repeats: int, arms: str) -> None:
+    """Loads of one model in the workers of one vLLM engine, one on each lab host."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from bench_parts import vllm_lab, vllm_loads
+    from bench_parts.tables import FLOOR
+
+    names = [arm for arm in vllm_lab.ARMS if arm == FLOOR or any(part in arm for part in arms.split(","))]
+    table = Table(title=f"vLLM, {size / 1e9:.2f} GB, TP {hosts}, {storage_rate}, median of {repeats}")
+    heads = ("arm", "seconds", "÷ floor", "off the storage ÷ model", "between hosts ÷ model", "CPU seconds")
+    for name in (*heads, "MiB a rank at its peak"):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="bench-vllm-") as root:
+        vllm_loads.make_model(Path(root), size)
+        nbytes = sum(path.stat().st_size for path in Path(root).glob("*.safetensors"))
+        rates = ["--storage-rate", storage_rate, "--host-rate", host_rate]
+        rows, failed = vllm_lab.measure(Path(root), hosts, rates, repeats, names)
+    floor_s = next((row["seconds"] for row in rows if row["arm"] == FLOOR), float("nan"))
+    for row in rows:
+        shares = (row["seconds"] / floor_s, row["storage_bytes"] / nbytes, row["exchanged_bytes"] / nbytes)
+        numbers = (row["seconds"], *shares, row["cpu_s"])
+        table.add_row(row["arm"], *(f"{value:.2f}" for value in numbers), f"{row['peak_bytes'] / MIB:.0f}")
+    print_table(table)
+    for arm, why in failed.items():
+        click.echo(f"{arm}: {why}")
 
 
 @main.command(hidden=True)

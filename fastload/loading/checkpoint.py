@@ -172,9 +172,9 @@ class Checkpoint:
                 of them. `report` is that of the last window.
             borrow: Whether the caller only copies from each tensor, before it closes the checkpoint, as
                 engines do. Tensors are then views of the mapped files, if each rank reads everything for
-                itself (strategy ``direct``), into host memory, from files in this host's page cache, and
-                nothing is verified (`LoadOptions.verify`, or no commit record). A write to a file meanwhile
-                is an error at the end; a file that is cut short is a SIGBUS.
+                itself (strategy ``direct``), into host memory, from local files, and nothing is verified
+                (`LoadOptions.verify`, or no commit record). A write to a file meanwhile is an error at the
+                end; a file that is cut short, or a disk that fails, is a SIGBUS.
 
         Returns:
             An iterator of (name, tensor), which a rank may leave early; see `TensorStream`. A tied tensor

@@ -152,8 +152,7 @@ def stream_tensors(
 def _map_files(opened: Opened, device: torch.device | str | None) -> MappedFiles | None:
     """Maps the files of a checkpoint on all ranks, or on none, if that is faster than reading them.
 
-    It is where each rank reads everything for itself, into host memory, from files in the page cache. Data to
-    be verified are read.
+    It is where each rank reads everything for itself, into host memory. Data to be verified are read.
     """
     access, manifest = opened.access, opened.access.manifest
     indexes = {entry.file for entry in manifest.tensors if entry.nbytes}

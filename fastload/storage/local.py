@@ -24,9 +24,6 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNMAPPABLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
-_WARM_STEP_BYTES = 1 << 20
-_MAX_WARM_PROBES = 1024
-_COLD_SHARE = 0.05  # that a file may lack in the page cache, and be mapped all the same
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
 
 
@@ -227,19 +224,18 @@ class LocalStorage(Storage):
         return block
 
     def map(self, name: str) -> Mapped | None:
-        """Maps a cached file, copy-on-write.
+        """Maps a file, copy-on-write.
 
         Returns:
-            The mapped file; None if it is empty, not cached, on shared storage, or beyond the limits of the
-            process: each mapping takes a descriptor.
+            The mapped file; None if it is empty, on shared storage, or beyond the limits of the process: each
+            mapping takes a descriptor.
         """
         if self.shared or self.in_order or self._io == "direct":
             return None
         with os_errors(self._path(name)), _unless(*_UNMAPPABLE):
             file = self._file(name)
             with file.cached.use() as cached:
-                nbytes = os.fstat(cached).st_size
-                if nbytes and (self._kind in IN_MEMORY_TYPES or _is_warm(cached, nbytes)):
+                if nbytes := os.fstat(cached).st_size:
                     return Mapped(file, mmap.mmap(cached, nbytes, access=mmap.ACCESS_COPY))
         return None
 
@@ -382,20 +378,6 @@ def _reads_directly(io: str, file: _File, cached: int, offset: int, nbytes: int)
     if io == "auto":
         return file.directly and nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)
     return file.directly and nbytes >= 2 * PAGE_BYTES and io == "direct"
-
-
-def _is_warm(opened: int, nbytes: int) -> bool:
-    """Probes bytes of a file in the page cache; it is warm if almost all of them are cached."""
-    positions = range(0, nbytes, max(_WARM_STEP_BYTES, nbytes // _MAX_WARM_PROBES))
-    num_cold = 0
-    for position in positions:
-        try:
-            os.preadv(opened, [bytearray(1)], position, os.RWF_NOWAIT)
-        except BlockingIOError:
-            num_cold += 1
-        except OSError:
-            return False  # cannot say
-    return num_cold <= len(positions) * _COLD_SHARE
 
 
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:

@@ -143,7 +143,7 @@ class PatientStorage(Storage):
         return self._patiently(lambda: self._storage.read_all(name, about))
 
     def map(self, name: str) -> Mapped | None:
-        """Maps a file; None if it is not local, or reads are faster."""
+        """Maps a file; None if it is not local, or cannot be mapped."""
         storage = self._storage
         return self._patiently(lambda: storage.map(name)) if isinstance(storage, LocalStorage) else None
 

@@ -15,18 +15,20 @@ from safetensors.torch import save_file
 from bench_parts.job import forget_peak, peak_bytes
 from tests.engines.engine import apart, engine
 
-__all__ = ["ARMS", "make_model", "measure"]
+__all__ = ["ARMS", "load", "make_model", "measure"]
 
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("auto", {}),
     "runai_streamer": ("runai_streamer", {}),
     "fastload": ("fastload", {}),
 }
-_HIDDEN, _INNER, _VOCABULARY = 2048, 5632, 26_000
+_HIDDEN, _INNER = 2048, 5632
+_SPINNING_S = 1.1  # for which vLLM's own process polls after a call; it does not while workers start
 
 
 def make_model(folder: Path, num_bytes: int) -> None:
     """Writes a Llama of about so many bytes, with random weights in bf16, in two files."""
+    vocabulary = num_bytes // 51_200  # a sixth of the bytes
     layer = {f"self_attn.{name}_proj": (_HIDDEN, _HIDDEN) for name in "qkvo"}
     layer |= {
         "mlp.gate_proj": (_INNER, _HIDDEN),
@@ -35,10 +37,10 @@ def make_model(folder: Path, num_bytes: int) -> None:
     }
     layer |= {"input_layernorm": (_HIDDEN,), "post_attention_layernorm": (_HIDDEN,)}
     layer_bytes = sum(2 * torch.Size(shape).numel() for shape in layer.values())
-    num_layers = max(2, round((num_bytes - 4 * _VOCABULARY * _HIDDEN) / layer_bytes))
+    num_layers = max(2, round((num_bytes - 4 * vocabulary * _HIDDEN) / layer_bytes))
     shapes = {
-        "model.embed_tokens": (_VOCABULARY, _HIDDEN),
-        "lm_head": (_VOCABULARY, _HIDDEN),
+        "model.embed_tokens": (vocabulary, _HIDDEN),
+        "lm_head": (vocabulary, _HIDDEN),
         "model.norm": (_HIDDEN,),
     }
     shapes |= {f"model.layers.{n}.{name}": shape for n in range(num_layers) for name, shape in layer.items()}
@@ -56,7 +58,7 @@ def make_model(folder: Path, num_bytes: int) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": _HIDDEN,
         "intermediate_size": _INNER, "num_hidden_layers": num_layers, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "vocab_size": _VOCABULARY, "max_position_embeddings": 256,
+        "num_key_value_heads": 16, "vocab_size": vocabulary, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
@@ -72,7 +74,7 @@ def measure(folder: Path, tp: int, repeats: int, arms: list[str], cold: bool) ->
             for arm in arms:
                 if cold:
                     _drop_cache(folder)
-                ranks = started.llm.collective_rpc(_load, args=(*ARMS[arm],))
+                ranks = started.llm.collective_rpc(load, args=ARMS[arm])
                 if turn:
                     rows[arm].append(ranks)
     return [_summary(arm, tp, cold, runs) for arm, runs in rows.items()]
@@ -100,8 +102,16 @@ def _drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _load(worker: Any, load_format: str, extra: dict[str, Any]) -> tuple[float, float, int]:
-    """Loads into a new model, in a worker; returns seconds, those of its CPUs, and bytes at the peak."""
+def load(worker: Any, load_format: str, extra: dict[str, Any], path: str = "") -> tuple[float, float, int]:
+    """Loads into a new model, in a worker; returns seconds, those of its CPUs, and bytes at the peak.
+
+    Args:
+        worker: The worker.
+        load_format: Which loader of vLLM loads.
+        extra: The loader's extra config.
+        path: Where the weights are, if not with the config.
+    """
+    from copy import copy
     from dataclasses import replace
 
     from vllm.config import set_current_vllm_config
@@ -120,9 +130,12 @@ def _load(worker: Any, load_format: str, extra: dict[str, Any]) -> tuple[float, 
             use_tqdm_on_load=False,
         )
     )
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+    model_config = copy(config.model_config)
+    model_config.model = path or model_config.model
+    with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype):
         model = initialize_model(vllm_config=config)
+        time.sleep(_SPINNING_S)
         get_world_group().barrier()
         before, began, cpu = forget_peak(), time.perf_counter(), time.process_time()
-        loader.load_weights(model, config.model_config)
+        loader.load_weights(model, model_config)
         return time.perf_counter() - began, time.process_time() - cpu, peak_bytes() - before

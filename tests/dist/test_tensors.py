@@ -136,6 +136,22 @@ def test_tensors_that_are_lent(rank: int, world: int, saved: Path, tmp_path: Pat
 
 
 @ranks(2)
+def test_files_outside_the_page_cache_are_lent(rank: int, world: int, tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    if rank == 0:
+        write_file(path, [(f"t{number}", "U8", (4 * MIB,)) for number in range(3)])
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    torch.distributed.barrier()
+    with fastload.open(path) as checkpoint:
+        got = dict(checkpoint.tensors(borrow=True))
+        assert checkpoint.report is not None
+        assert checkpoint.report.bytes_read == 0
+        assert_same_bits(got, load_reference(path))
+
+
+@ranks(2)
 def test_a_file_that_is_written_to_while_it_is_lent(rank: int, world: int, saved: Path) -> None:
     def take() -> None:
         with fastload.open(saved) as checkpoint:
