@@ -6,6 +6,7 @@ python -m bench_parts.vllm_lab SETTINGS.json     (under torchrun)
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -137,6 +138,9 @@ def stream(url: str, folder: Path) -> tuple[float, float, int]:
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0", **_PEERS)
+    communicator = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    # Lab hosts are on one machine, but hosts share no memory.
+    communicator.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda own: False
     workers = int(os.environ["WORLD_SIZE"])
     with engine(
         Path(settings["folder"]), "dummy", workers, distributed_executor_backend="external_launcher"
