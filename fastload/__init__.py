@@ -46,6 +46,7 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 
 if TYPE_CHECKING:
     from fastload import estimate
+    from fastload.resharding import redistribute
     from fastload.saving.handle import SaveHandle
     from fastload.training.manager import CheckpointManager
     from fastload.training.random_state import random_state
@@ -98,6 +99,7 @@ __all__ = [
     "open",
     "prefetch",
     "random_state",
+    "redistribute",
     "register_storage",
     "save",
     "stage",
@@ -112,6 +114,7 @@ _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.handle",
     "random_state": "fastload.training.random_state",
+    "redistribute": "fastload.resharding",
     "worker_context": "fastload.training.signals",
 }
 

@@ -171,7 +171,7 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     packed = world.gather_bytes(
         what, lambda: pack_boxes({spec.name: reader.boxes(spec.name) for spec in content.specs})
     )
-    merged = MergedState.of(forms)
+    merged = MergedState.of(dict(enumerate(forms)))
     layout = lay_out_files(merged.specs, call.options)
     shard_map = ShardMap(layout, world.size, boxes_by_rank([unpack_boxes(each) for each in packed]))
     if missing := shard_map.missing():

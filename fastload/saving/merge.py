@@ -24,6 +24,8 @@ from fastload.saving.layout import TensorSpec
 if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
 
+NOTHING_SAVED = "nothing was saved"
+
 _DICTS = ("dict", "OrderedDict", "Counter")
 _Variants = Sequence[tuple[Any, Sequence[int]]]
 """Different nodes at one place, each with its ranks."""
@@ -154,14 +156,18 @@ class MergedState:
     specs: list[TensorSpec]
 
     @classmethod
-    def of(cls, forms: Sequence[bytes]) -> MergedState:
-        """Merges the packed structures and tensors of all ranks.
+    def of(cls, forms: Mapping[int, bytes], outcome: str = NOTHING_SAVED) -> MergedState:
+        """Merges the packed structures and tensors of ranks.
+
+        Args:
+            forms: Rank → JSON of its structure and its `TensorSpec`s, compressed.
+            outcome: What a problem has led to, for its message.
 
         Raises:
             PlanMismatch: They do not fit together.
         """
         ranks_of: dict[bytes, list[int]] = {}
-        for rank, form in enumerate(forms):
+        for rank, form in forms.items():
             ranks_of.setdefault(form, []).append(rank)
         variants = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items()]
         structure, problems = merge([(structure, ranks) for (structure, _), ranks in variants])
@@ -175,7 +181,7 @@ class MergedState:
                 problems.append(f"{saved.name}: two keys of different ranks spell this name")
             own_names.add(saved.name)
         if problems:
-            refuse_merge("the ranks hold parts of a state that do not go together", problems)
+            refuse_merge("the ranks hold parts of a state that do not go together", problems, outcome)
         return cls(structure, list(stored.values()))
 
 
@@ -215,12 +221,12 @@ def _same_specs(
     return {name: next(iter(ranks_of)) for name, ranks_of in found.items()}
 
 
-def refuse_merge(head: str, problems: Sequence[str]) -> NoReturn:
+def refuse_merge(head: str, problems: Sequence[str], outcome: str = NOTHING_SAVED) -> NoReturn:
     """Raises `PlanMismatch` with a line for each problem."""
     lines = [f"  {problem}" for problem in problems[:_NUM_SHOWN]]
     more = len(problems) - len(lines)
     lines += [f"  and {more} more"] if more > 0 else []
-    raise PlanMismatch("\n".join([f"{head}, so nothing was saved:", *lines]))
+    raise PlanMismatch("\n".join([f"{head}, so {outcome}:", *lines]))
 
 
 def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:

@@ -91,6 +91,19 @@ class Readme:
         assert all("LayerNorm" in name for name in names["norms"])
         assert {tensor.dtype for tensor in names["state"].values()} == {torch.bfloat16}
 
+    def reads_ahead(self, names: Names, run: Callable[[], None]) -> None:
+        names["build_model"] = self.new_model
+        run()
+        self.check(names["model"])
+
+    def moves(self, names: Names, run: Callable[[], None]) -> None:
+        """The last rank has the trained model, the others get it."""
+        is_trainer = dist.get_rank() == dist.get_world_size() - 1
+        names |= {"is_trainer": is_trainer, "fsdp_model": self.twin, "tp_model": self.new_model()}
+        run()
+        if not is_trainer:
+            self.check(names["tp_model"])
+
     def wraps(self, names: Names, run: Callable[[], None]) -> None:
         names |= {"AutoModel": self.auto_model, "config": self.config}
         names["DistributedDataParallel"] = DistributedDataParallel
@@ -248,6 +261,8 @@ CASES: dict[str, str] = {
     "Train, stop, resume 1": "trains",
     "Loading 1": "loads",
     "More control 1": "opens",
+    "Load in the background 1": "reads_ahead",
+    "Tensors of other ranks 1": "moves",
     "DDP, FSDP and tensor parallelism 1": "wraps",
     "DDP, FSDP and tensor parallelism 2": "builds_on_meta",
     "DDP, FSDP and tensor parallelism 3": "shards",

@@ -101,6 +101,25 @@ def test_shards(devices: Devices, rank: int, world: int, tmp_path: Path) -> None
             devices.check_group()
 
 
+@on_devices(4, ranks_per_host=2)
+def test_tensors_of_other_ranks(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
+    """The state is still being computed when the call begins."""
+    saved = make(tmp_path)
+    rows = init_device_mesh(devices.device.type, (4,))
+    grid = init_device_mesh(devices.device.type, (2, 2))
+    for seed in range(3):
+        state: dict[str, Tensor] = {n: devices.cut(t, rows, [Shard(0)]) for n, t in saved.items()}
+        into: dict[str, Tensor] = {n: devices.cut(t, grid, [Replicate(), Shard(1)]) for n, t in saved.items()}
+        expected, into = on_host(locals_of(into)), emptied(into)
+        devices.slow(seed)
+        with devices.aside():
+            options = fastload.LoadOptions(chunk_bytes=1021, timeout_s=60)
+            report = fastload.redistribute(state, into, options=options)
+        assert report.transport.startswith(devices.backend)
+        assert_same_bits(on_host(locals_of(into)), expected)
+        devices.check_group()
+
+
 @on_devices(2)
 def test_a_module_of_fsdp_becomes_real_on_the_device(
     devices: Devices, rank: int, world: int, tmp_path: Path
