@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The frameworks that integrations are for: who uses one has it.
-FRAMEWORKS = {"accelerate", "lightning", "sglang", "torchtitan", "transformers", "vllm"}
+# The frameworks that integrations and fastload.testing are for: who uses one has it.
+FRAMEWORKS = {"accelerate", "lightning", "pytest", "sglang", "torchtitan", "transformers", "vllm"}
 COMES_WITH = {"botocore": "boto3", "lightning_utilities": "lightning"}
 
 
