@@ -22,6 +22,7 @@ __all__ = [
     "PeerError",
     "PlanMismatch",
     "ReplicaMismatch",
+    "StateChanged",
     "StorageError",
     "UnsupportedVersion",
     "WorldError",
@@ -156,6 +157,18 @@ class PlanMismatch(WorldError):
 
 class ReplicaMismatch(WorldError):
     """Replicated tensors differ between ranks; nothing was saved."""
+
+
+class StateChanged(FastloadError):
+    """The state changed while it was copied in the background; nothing was saved.
+
+    Attributes:
+        tensors: Names of tensors that changed.
+    """
+
+    def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
 
 
 class PeerError(WorldError):

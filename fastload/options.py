@@ -31,6 +31,7 @@ Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
 PerRankMismatch = Literal["error", "skip"]
 ReplicaCheck = Literal["off", "small", "full"]
+SnapshotMode = Literal["block", "overlap"]
 STRATEGIES = get_args(Strategy)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -137,6 +138,11 @@ SAVE_SETTINGS = {
     "check_replicas": Setting(
         "small", str, "compare the ranks' tensors before they are mixed: off, small, full"
     ),
+    "snapshot": Setting(
+        "block",
+        str,
+        "background saves: block until the state is copied, or overlap that with the next step",
+    ),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
     "trace": SETTINGS["trace"],
@@ -163,6 +169,7 @@ _CHOICES = {
     "io": get_args(IoMode),
     "per_rank_mismatch": get_args(PerRankMismatch),
     "check_replicas": get_args(ReplicaCheck),
+    "snapshot": get_args(SnapshotMode),
 }
 _LEAST = {
     "chunk_bytes": 1,
@@ -298,6 +305,8 @@ class SaveOptions(_Options):
         check_replicas: How the ranks compare replicated tensors: ``small`` (small ones in host memory, at no
             cost), ``full`` (all, in a separate step) or ``off``. Plain values, names, dtypes and shapes are
             always compared.
+        snapshot: Of saves in the background: ``block`` copies the state before the call returns, ``overlap``
+            during the next forward and backward pass; see `SaveHandle.wait_snapshot`.
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
             merged by key. Needed only if no rank has a DTensor.
         timeout_s: Longest time without progress, in seconds; not of the whole save. Then it fails on all
@@ -321,6 +330,7 @@ class SaveOptions(_Options):
     overwrite: bool | None = None
     shared: bool | Literal["auto"] = _setting("shared")
     check_replicas: ReplicaCheck = _setting("check_replicas")
+    snapshot: SnapshotMode = _setting("snapshot")
     parts: bool = False
     timeout_s: float = _setting("timeout_s")
     retries: int = _setting("retries")

@@ -202,8 +202,9 @@ class SaveRankReport(_RankReport):
         host: Name of its host.
         bytes_written: Bytes of files that it wrote.
         bytes_sent: Bytes of its shards that other ranks wrote or hashed.
-        stall_s: Seconds until the caller continued: until the end of the snapshot, or of the save.
+        stall_s: Seconds that the caller was blocked: until the end of the snapshot, or of the save.
         snapshot_s: Seconds copying from the state.
+        snapshot_wait_s: Seconds of `stall_s` after the call, with ``snapshot="overlap"``: steps that waited.
         waited_s: Seconds until earlier saves were written.
         write_s: Seconds with at least one write under way.
         flush_s: Seconds from the last write until its bytes were durable.
@@ -218,6 +219,7 @@ class SaveRankReport(_RankReport):
     bytes_sent: int = 0
     stall_s: float
     snapshot_s: float
+    snapshot_wait_s: float = 0.0
     waited_s: float = 0.0
     write_s: float
     flush_s: float

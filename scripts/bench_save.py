@@ -274,6 +274,7 @@ def stall_rows(folder: str, size: int, shards: str | None, repeats: int, arms: s
         "dcp.async_save": arms_of.dcp_async_save,
         "fastload.async_save, first": arms_of.fastload_async_save,
         "fastload.async_save, later": arms_of.fastload_async_save,
+        "fastload.async_save, overlapped": arms_of.fastload_overlapped_save,
     }
     named = chosen(named, arms)
     warm_up(folder, named, shards)
@@ -308,6 +309,7 @@ def training_rows(
         "dcp.async_save": arms_of.dcp_async_save_in(own_group),
         "fastload.save": arms_of.blocking(arms_of.FastloadSave()),
         "fastload.async_save": arms_of.fastload_async_save,
+        "fastload.async_save, overlapped": arms_of.fastload_overlapped_save,
     }
     kept = {f"in memory, copies: {copies}": Generations(Path(folder), copies) for copies in (1, 2)}
     named = {"no saves": arms_of.nothing, **chosen({**named, **kept}, arms)}

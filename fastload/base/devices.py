@@ -134,18 +134,23 @@ def record_use(tensor: Tensor) -> None:
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
-class CallerStreams:
-    """The current streams of the constructing thread, for helper threads that use its tensors.
+class DeviceStreams:
+    """One stream on each of some accelerators, for helper threads that use tensors on them.
 
     Current streams are per thread. A helper thread starts on the default stream, which does not wait for the
     kernels that produce the caller's tensors.
 
     Args:
-        devices: Accelerators, with their indexes.
+        streams: The streams.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._streams = [torch.accelerator.current_stream(device) for device in devices]
+    def __init__(self, streams: Iterable[torch.Stream]) -> None:
+        self._streams = list(streams)
+
+    @classmethod
+    def of_caller(cls, devices: Iterable[torch.device]) -> DeviceStreams:
+        """Returns the current streams of this thread on accelerators, which are given with their indexes."""
+        return cls(torch.accelerator.current_stream(device) for device in devices)
 
     def __bool__(self) -> bool:
         return bool(self._streams)
@@ -168,7 +173,25 @@ class CallerStreams:
                 torch.accelerator.set_stream(stream)
             torch.accelerator.set_device_index(device_before)
 
+    def for_copies(self) -> DeviceStreams:
+        """Returns other streams on the same devices, which begin after the work queued on these."""
+        copying = [_copy_stream(stream.device) for stream in self._streams]
+        for stream, after in zip(copying, self._streams, strict=True):
+            stream.wait_stream(after)
+        return DeviceStreams(copying)
+
+    def hold_caller(self) -> None:
+        """Has this thread's current streams wait for the work queued on these; the host does not wait."""
+        for stream in self._streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
     def synchronize(self) -> None:
         """Waits for the work queued on them."""
         for stream in self._streams:
             stream.synchronize()
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    """The stream of a device for copies in the background, kept since a device has few."""
+    return torch.Stream(device)

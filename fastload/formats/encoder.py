@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError
@@ -48,6 +48,10 @@ class StateEncoding:
         own_tensors: The tensors of this rank's own values.
         own_values: The structures of these values, one for each place in `structure`.
         starts: For each entry of the state, the number of `tensors` before it.
+        uncounted: Names of those `tensors` that may change without torch counting it: buffers of modules, and
+            NumPy arrays.
+        shards: Address → local tensor of the sharded parameters of modules. They have version counters of
+            their own, which those in `tensors` do not share.
     """
 
     tensors: dict[str, Tensor]
@@ -55,6 +59,8 @@ class StateEncoding:
     own_tensors: dict[str, Tensor]
     own_values: list[Any]
     starts: list[int]
+    uncounted: frozenset[str]
+    shards: Mapping[int, Tensor]
 
 
 def encode_state(state: Any, rank: int = 0) -> StateEncoding:
@@ -79,16 +85,38 @@ def encode_state(state: Any, rank: int = 0) -> StateEncoding:
         more = len(encoder.problems) - len(shown)
         lines = [*shown, *([f"and {more} more"] if more else [])]
         raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
-    own = encoder.own
+    own, changes = encoder.own, encoder.changes()
     if own is None:
-        return StateEncoding(encoder.tensors, structure, {}, [], encoder.starts)
+        return StateEncoding(encoder.tensors, structure, {}, [], encoder.starts, *changes)
     for name in encoder.tensors:
         if name.startswith(OWN_PREFIX):
             raise OptionError(
                 f"the state cannot be saved: tensor {name[:200]!r}: with a PerRank in the state, no name may "
                 f"begin with {OWN_PREFIX!r}"
             )
-    return StateEncoding(encoder.tensors, structure, own.tensors, own.values, encoder.starts)
+    return StateEncoding(encoder.tensors, structure, own.tensors, own.values, encoder.starts, *changes)
+
+
+class _StateObjects:
+    """The objects of a state that have a state dict.
+
+    Attributes:
+        uncounted: Addresses of tensors that may change without torch counting it.
+        shards: See `StateEncoding`.
+    """
+
+    def __init__(self) -> None:
+        self.uncounted: set[int] = set()
+        self.shards: dict[int, Tensor] = {}
+        self._state_dicts: list[Any] = []  # kept alive, since tensors are known by address and id
+
+    def state_dict_of(self, value: Any) -> Any:
+        if isinstance(value, Module):
+            self.uncounted.update(_address(local_of(buffer)) for buffer in value.buffers())
+            shards = [local_of(each) for each in value.parameters() if is_dtensor(each)]
+            self.shards.update((_address(local), local) for local in shards)
+        self._state_dicts.append(value.state_dict())
+        return self._state_dicts[-1]
 
 
 class StateEncoder:
@@ -109,7 +137,7 @@ class StateEncoder:
         self._others: dict[tuple[Any, ...], str] = {}  # the names of other views of the address
         self._converted: dict[int, Tensor] = {}  # by id, the tensor made from an array or a lazy tensor
         self._num_of: dict[str, int] = {}  # number of tensors that wanted a name
-        self._state_dicts: list[Any] = []  # kept alive, since tensors are known by address and id
+        self._objects = _StateObjects()
         self._rank = rank
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
@@ -129,9 +157,16 @@ class StateEncoder:
             if isinstance(value, Tensor) and is_dtensor(value):
                 return self._tensor(value, tensor_name(prefix, key))
             if is_stateful(value):
-                self._state_dicts.append(value.state_dict())
-                return self.value(self._state_dicts[-1], prefix, key)
+                return self.value(self._objects.state_dict_of(value), prefix, key)
             return self._refuse(_name(value), _why_not_kept(value))
+
+    def changes(self) -> tuple[frozenset[str], Mapping[int, Tensor]]:
+        """Returns `StateEncoding.uncounted` and `StateEncoding.shards`."""
+        found = self._objects.uncounted
+        names = {self._first[address] for address in found if address in self._first}
+        return frozenset(names.union(name for key, name in self._others.items() if key[0] in found)), (
+            self._objects.shards
+        )
 
     def _refuse(self, what: str, why: str) -> None:
         self.problems.append(f"{show_path(self._path)} is {what}: {why}")
@@ -256,6 +291,7 @@ class StateEncoder:
         tensor = self._converted[id(array)]
         if tensor.dtype is torch.complex128:
             tensor = torch.view_as_real(tensor)
+        self._objects.uncounted.add(_address(tensor))
         return self._leaf(tensor, name, "ndarray", dtype.str)
 
     def _leaf(self, tensor: Tensor, name: str, kind: str | None, dtype: str | None) -> Any:
@@ -264,9 +300,7 @@ class StateEncoder:
 
     def _store(self, tensor: Tensor, name: str) -> str:
         """Returns the name a tensor is stored under: its own, or that of a tensor it is tied to."""
-        # Empty tensors have no address; those that share a storage are tied all the same.
-        local = local_of(tensor)
-        address = local.data_ptr() or local.untyped_storage()._cdata
+        address = _address(local_of(tensor))
         first = self._first.get(address)
         if first is None:
             self._first[address] = stored = self._add(tensor, name)
@@ -359,6 +393,11 @@ def leaf_node(stored: str, natural: str | None, kind: str | None, dtype: str | N
     while fields[-1] is None:
         fields.pop()
     return {"tensor": fields}
+
+
+def _address(local: Tensor) -> int:
+    """Returns the address of a tensor; empty ones have none, but may share a storage."""
+    return local.data_ptr() or local.untyped_storage()._cdata
 
 
 def _is_array(value: Any) -> bool:

@@ -20,6 +20,7 @@ import xxhash
 
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import PAGE_BYTES, uncollected
+from fastload.base.state_copies import state_copies
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
 from fastload.comm.responses import Each, Reports
@@ -543,6 +544,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         }
 
     what = f"preparing to load {opened.access.manifest.url}"
+    state_copies.wait()
     with _closing_unused(jobs):
         responses = opened.world.agree(what, make)
         own = found[0]

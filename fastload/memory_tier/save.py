@@ -17,7 +17,7 @@ from fastload.saving.agree import agree
 from fastload.saving.call import SaveCall
 from fastload.saving.commit import commit
 from fastload.saving.plan import SavePlan
-from fastload.saving.save import BegunSave
+from fastload.saving.save import BegunSave, until_the_end
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
@@ -91,51 +91,46 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         FastloadError: The checkpoint exists on no host; the same error on all ranks.
     """
     world, target, agreed = call.world, call.target, begun.agreed
-    try:
-        with world.together():
-            if agreed is None:
-                _, agreed = agree(call, lambda: begun.plan.state, went_on=True)
-            # Blocks that begin in the share are written completely, so that they can be verified.
-            share = replace(begun.plan.share, tails=frozenset())
-            plan = replace(begun.plan, share=share)
-            copies = plan_copies(call.directories, world.rank, call.num_copies)
-            names = [file.name for file in plan.state.layout.files]
-            target.expect(_required_room(call, plan, copies, names))
-            written = write(call, plan, begun.snapshot, open_pending(call, plan))
-            copied_bytes = 0
-            if copies.num_hosts > 1 and call.num_copies > 1:
-                copied_bytes = send_copies(world, call.what, target, copies, share.parts, names)
+    with until_the_end(begun), world.together():
+        if agreed is None:
+            _, agreed = agree(call, lambda: begun.plan.state, went_on=True)
+        # Blocks that begin in the share are written completely, so that they can be verified.
+        share = replace(begun.plan.share, tails=frozenset())
+        plan = replace(begun.plan, share=share)
+        copies = plan_copies(call.directories, world.rank, call.num_copies)
+        names = [file.name for file in plan.state.layout.files]
+        target.expect(_required_room(call, plan, copies, names))
+        written = write(call, plan, begun.snapshot, open_pending(call, plan))
+        copied_bytes = 0
+        if copies.num_hosts > 1 and call.num_copies > 1:
+            copied_bytes = send_copies(world, call.what, target, copies, share.parts, names)
 
-            def publish() -> bytes:
-                commit(call, plan, written, agreed.metadata)
-                assert target.published is not None
-                return _pack(target.published)
+        def publish() -> bytes:
+            commit(call, plan, written, agreed.metadata)
+            assert target.published is not None
+            return _pack(target.published)
 
-            published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
-            nbytes = plan.state.layout.nbytes
-            manifest = _host_manifest(call, nbytes, published, copies).to_bytes()
+        published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
+        nbytes = plan.state.layout.nbytes
+        manifest = _host_manifest(call, nbytes, published, copies).to_bytes()
 
-            def record() -> None:
-                if copies.leads:
-                    call.job.record(call.name, published.small_files, manifest)
+        def record() -> None:
+            if copies.leads:
+                call.job.record(call.name, published.small_files, manifest)
 
-            world.agree(f"{call.what}: recording", record)
-            world.acknowledge()
-    except BaseException:
-        target.abort()
-        raise
-    finally:
-        target.close()
+        world.agree(f"{call.what}: recording", record)
+        world.acknowledge()
     if copies.leads:
         call.job.retire(call.name)
-    stall_s = begun.stall_s if begun.stall_s is not None else 0.0
+    assert begun.stall_s is not None
+    assert begun.snapshot is not None
     return TierSaveReport(
         call.step,
         nbytes,
         sum(part.nbytes for part in share.parts),
         copied_bytes,
         copies.num_hosts,
-        stall_s,
+        begun.stall_s + begun.snapshot.waited_s,
         time.perf_counter() - call.began,
     )
 

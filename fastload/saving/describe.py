@@ -67,7 +67,7 @@ def describe(call: SaveCall, state: Any) -> RankState:
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options)
-    reader = StateReader(layout, tensors)
+    reader = StateReader(layout, tensors, description.uncounted, description.shards)
     shard_map, small = _predict_shards(world, tensors, layout, reader, options)
     call.tracing.follow({"snapshot": reader.watch})
     compared = {}

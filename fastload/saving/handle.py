@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import ClassVar
 
+from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
 from fastload.errors import DeadlineExceeded, WorldError
 from fastload.report import SaveReport
+from fastload.saving.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class SaveHandle:
         save: Callable[[], SaveReport | None],
         tell: Callable[[SaveReport], None],
         *,
+        snapshot: Snapshot | None = None,
         caller_raises: bool = False,
     ) -> None:
         """Starts the background part of a save.
@@ -46,10 +49,12 @@ class SaveHandle:
             url: The destination.
             save: Finishes the save. Returns None if it was dropped for a newer one.
             tell: Calls `on_report`.
+            snapshot: The copy of the state; None if the save reads the state.
             caller_raises: Whether the caller raises its error on all ranks, so that the next save does not.
         """
         self.report: SaveReport | None = None
         self._url = url
+        self._snapshot = snapshot
         self._caller_raises = caller_raises
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -66,6 +71,25 @@ class SaveHandle:
         """Whether it has ended with an error, without a checkpoint."""
         return self.done() and self.report is None and self._error is not None
 
+    def wait_snapshot(self, timeout: float | None = None) -> None:
+        """Waits until the state is copied, so that it may change; at once unless ``snapshot="overlap"``.
+
+        To be called before anything but a step of a ``torch.optim`` optimizer changes tensors of the state:
+        these steps wait by themselves. A change that did not wait fails the save with `StateChanged`.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            DeadlineExceeded: It is not copied within the timeout.
+        """
+        snapshot = self._snapshot
+        if snapshot is not None:
+            if not snapshot.wait(timeout):
+                raise DeadlineExceeded(f"the state for {self._url} was not copied within {timeout} s")
+            state_copies.remove_hook()
+            self._snapshot = None
+
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint exists.
 
@@ -77,6 +101,7 @@ class SaveHandle:
             FastloadError: It failed; every call raises the same error.
             WorldError: It belongs to a parent process.
         """
+        self.wait_snapshot(timeout)
         if not self._ended.wait(timeout):
             raise DeadlineExceeded(f"the save to {self._url} has not ended within {timeout} s")
         if self in self._unseen:
@@ -96,6 +121,7 @@ class SaveHandle:
             handle._error = WorldError(f"the save to {handle._url} belongs to the parent process")
             handle._ended = threading.Event()  # the lock of the old one may be held
             handle._ended.set()
+            handle._snapshot = None  # likewise
         cls._running.clear()
         cls._unseen.clear()
         SaveHandle._in_doubt = False
@@ -123,6 +149,7 @@ class SaveHandle:
 
 def await_end(handle: SaveHandle) -> None:
     """Waits until a save has ended; leaves an error to its `wait` or the next save."""
+    handle.wait_snapshot()
     handle._ended.wait()
 
 
@@ -156,7 +183,7 @@ def _without_frames(error: BaseException) -> BaseException:
 @atexit.register
 def _await_saves() -> None:
     for handle in list(SaveHandle._running):
-        handle._ended.wait()
+        await_end(handle)
     for handle in SaveHandle._unseen:
         # The log may not be open any more.
         print(f"fastload: {handle._complaint()} (wait() was not called)", file=sys.stderr)

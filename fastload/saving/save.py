@@ -23,12 +23,12 @@ from fastload.saving.call import SaveCall, make_call
 from fastload.saving.commit import commit
 from fastload.saving.describe import describe
 from fastload.saving.handle import SaveHandle, in_doubt, raise_unseen
+from fastload.saving.overlap import OverlappedSnapshot
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.write import WriteResult, open_pending, write
-from fastload.storage import Target
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ def save(call: SaveCall, state: Any) -> SaveReport:
         encoded, agreed = agree(call, partial(describe, call, state))
         with _or_leave(call, met=True):
             plan = make_plan(call, encoded, agreed)
-    with _open_until_the_end(plan.target), world.together():
-        return _write(call, BegunSave(plan, agreed, None, None), agreed, 0.0)
+    begun = BegunSave(plan, agreed, None, None)
+    with until_the_end(begun), world.together():
+        return _write(call, begun, agreed, 0.0)
 
 
 def begin(call: SaveCall, state: Any) -> BegunSave:
-    """Copies the bytes that this rank contributes; the state may change afterwards.
+    """Copies the bytes that this rank contributes, or begins to; see `Snapshot`.
 
     The ranks meet only if they have to; see `agree.has_to_meet`.
 
@@ -79,8 +80,8 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
             encoded, agreed = agree(call, lambda: encoded)
         with _or_leave(call, met=agreed is not None):
             plan = make_plan(call, encoded, agreed if agreed is not None else predict(call, encoded))
-            snapshot = Snapshot(encoded.reader, plan.messages.contributed, call.pool)
-            encoded.reader.forget()
+            kind = OverlappedSnapshot if call.options.snapshot == "overlap" else Snapshot
+            snapshot = kind(encoded.reader, plan.messages.contributed, call.pool)
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)
 
 
@@ -94,7 +95,7 @@ def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
         FastloadError: It failed, and pending files were removed; the same error on all ranks.
     """
     plan, agreed, waited_s = begun.plan, begun.agreed, 0.0
-    with _open_until_the_end(plan.target), call.world.together():
+    with until_the_end(begun), call.world.together():
         if agreed is None:
             _, agreed = agree(call, lambda: plan.state, went_on=True)
         if call.queued is not None:
@@ -136,10 +137,11 @@ def save_in_background(
     begun = begin(call, state)
     work = partial(finish, call, begun)
     if queued is None:
-        return SaveHandle(call.url, work, call.tell)
+        return SaveHandle(call.url, work, call.tell, snapshot=begun.snapshot)
     assert begun.snapshot is not None
     queued.on_drop(begun.snapshot.release)
-    return SaveHandle(call.url, partial(queued.run, work), call.tell, caller_raises=True)
+    work = partial(queued.run, work)
+    return SaveHandle(call.url, work, call.tell, snapshot=begun.snapshot, caller_raises=True)
 
 
 def save_all_in_background(
@@ -170,7 +172,8 @@ def save_all_in_background(
             begun.append((call, begin(call, state)))
     finally:  # also after an error: the other ranks may write the saves before it
         for call, each in begun:
-            handles.append(SaveHandle(call.url, partial(finish, call, each), call.tell, caller_raises=True))
+            work = partial(finish, call, each)
+            handles.append(SaveHandle(call.url, work, call.tell, snapshot=each.snapshot, caller_raises=True))
     return handles
 
 
@@ -201,15 +204,17 @@ def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _open_until_the_end(target: Target) -> Iterator[None]:
-    """Closes a target in the end; removes pending files after an error."""
+def until_the_end(begun: BegunSave) -> Iterator[None]:
+    """Closes the target in the end; after an error removes pending files, and ends the copy of the state."""
     try:
         yield
     except BaseException:
-        target.abort()
+        if begun.snapshot is not None:
+            begun.snapshot.cancel()
+        begun.plan.target.abort()
         raise
     finally:
-        target.close()
+        begun.plan.target.close()
 
 
 def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> SaveReport:
@@ -236,12 +241,14 @@ def _publish(
         call.tracing.add("commit", began)
     call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()
+    held_s = begun.snapshot.waited_s if begun.snapshot is not None else 0.0
     rank = SaveRankReport(
         rank=world.rank,
         host=world.host,
         bytes_written=plan.share.nbytes + sizes["nbytes"],
         bytes_sent=sum(message.nbytes for message in plan.messages.outgoing),
-        stall_s=begun.stall_s if begun.stall_s is not None else now - call.began,
+        stall_s=begun.stall_s + held_s if begun.stall_s is not None else now - call.began,
+        snapshot_wait_s=held_s,
         snapshot_s=plan.state.reader.watch.seconds,
         waited_s=waited_s,
         write_s=written.write_s,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from fastload.base.devices import CallerStreams, accelerators_of, can_pin
+from fastload.base.devices import DeviceStreams, accelerators_of, can_pin
 from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, round_up, runs
 from fastload.base.threads import ProcessLock
 from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import is_dtensor, local_parts, narrowed
+from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardMessage, ShardRange
 
@@ -84,27 +86,77 @@ class StateReader:
     Args:
         layout: The files.
         tensors: Name → tensor; any strides, any device.
-        watch: Measures the time of copies; None makes one.
+        uncounted: Names of tensors that may change without torch counting it; see `StateEncoding`.
+        shards: Local tensors with version counters of their own; likewise.
 
     Attributes:
         watch: Time of copies.
+        streams: The streams that copy: the caller's.
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], watch: Stopwatch | None = None) -> None:
-        self.watch = watch if watch is not None else Stopwatch()
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        uncounted: Collection[str] = (),
+        shards: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.watch = Stopwatch()
+        self.streams = DeviceStreams.of_caller(accelerators_of(tensors.values()))
         self._layout = layout
         self._tensors = tensors
+        self._uncounted = uncounted
+        self._shards = shards
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
-        self._streams = CallerStreams(accelerators_of(tensors.values()))
 
     def with_layout(self, layout: Layout) -> StateReader:
         """Returns a reader of the same tensors in another layout."""
-        return StateReader(layout, self._tensors, self.watch)
+        return self._changed(layout, self._tensors)
+
+    def in_background(self, numbers: Iterable[int]) -> StateReader:
+        """Returns a reader of some tensors, by their numbers in `Layout.space`, as they are now.
+
+        It reads the same memory even if the caller gives its tensors other memory. On accelerators it has
+        streams of its own, which begin after the work that is queued on the caller's.
+        """
+        names = [self.name_of(number) for number in numbers]
+        tensors = {name: self._tensors[name] for name in names}
+        plain = {name: tensor.detach() for name, tensor in tensors.items() if not is_dtensor(tensor)}
+        reader = self._changed(self._layout, tensors | plain)
+        reader._parts = {name: self._parts_of(name) for name in tensors if name not in plain}
+        reader.streams = self.streams.for_copies()
+        return reader
+
+    def _changed(self, layout: Layout, tensors: Mapping[str, Tensor]) -> StateReader:
+        reader = copy.copy(self)
+        reader._layout, reader._tensors, reader._parts = layout, tensors, {}
+        return reader
+
+    def name_of(self, number: int) -> str:
+        """Returns the name of a tensor, by its number in `Layout.space`."""
+        return self._layout.space.ranges[number].name
+
+    def versions(self, number: int) -> list[tuple[Tensor, int]]:
+        """Returns the version counters of a tensor: what has them, and the numbers of changes so far.
+
+        Returns:
+            Nothing if torch does not count all changes. It counts none of `BatchNorm` in its statistics,
+            which are small.
+        """
+        name = self.name_of(number)
+        tensor = self._tensors[name]
+        local = local_of(tensor)
+        if local.nbytes <= _SMALL_BYTES or name in self._uncounted or local.is_inference():
+            return []
+        counters = [tensor]
+        if is_dtensor(tensor):
+            counters += [local, self._shards.get(local.data_ptr(), local)]
+        return [(each, each._version) for each in counters]
 
     @property
     def on_device(self) -> bool:
         """Whether some tensors are on an accelerator."""
-        return bool(self._streams)
+        return bool(self.streams)
 
     def is_in_host_memory(self, name: str) -> bool:
         """Whether a tensor is in host memory."""
@@ -113,7 +165,7 @@ class StateReader:
     def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
         """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
         position, address = 0, out.data_ptr()
-        with self.watch.span(nbytes=out.numel()), self._streams.current():
+        with self.watch.span(nbytes=out.numel()), self.streams.current():
             for number, shard, begin, end in ranges:
                 nbytes = end - begin
                 tensor = self._view(number, shard.box)
@@ -127,7 +179,7 @@ class StateReader:
     def settle(self) -> None:
         """Waits for all copies that were started."""
         with self.watch:
-            self._streams.synchronize()
+            self.streams.synchronize()
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Returns the boxes of a tensor that this rank holds."""
@@ -135,7 +187,7 @@ class StateReader:
 
     def forget(self) -> None:
         """Drops the references to the state."""
-        self._tensors = {}
+        self._tensors, self._shards = {}, {}
         self._parts.clear()
 
     def _parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
@@ -180,21 +232,30 @@ class Snapshot:
     It has several buffers, since torch rounds page-locked memory up to a power of two.
 
     Args:
-        reader: Reads the state.
+        reader: Reads the state. It forgets the state once all is copied.
         messages: The bytes to copy.
         pool: Lends the memory.
+
+    Attributes:
+        waited_s: Seconds that training waited for it after the call.
     """
 
     def __init__(self, reader: StateReader, messages: Sequence[ShardMessage], pool: BufferPool) -> None:
         offsets, lengths = _pack([round_up(message.nbytes, PAGE_BYTES) for message in messages])
+        self.waited_s = 0.0
         self._pool = pool
         self._buffers = pool.take(lengths, pinned=reader.on_device)
         self._copied: dict[tuple[int, int], Tensor] = {}
         for message, (buffer, start) in zip(messages, offsets, strict=True):
             copied = self._buffers[buffer][start : start + message.nbytes]
-            reader.copy(message.ranges, copied)
             self._copied[message.writer, message.number] = copied
+        self._copy(reader, messages)
+
+    def _copy(self, reader: StateReader, messages: Sequence[ShardMessage]) -> None:
+        for message in messages:
+            reader.copy(message.ranges, self.get(message))
         reader.settle()
+        reader.forget()
 
     @property
     def nbytes(self) -> int:
@@ -205,8 +266,22 @@ class Snapshot:
         """Returns the bytes of a message as a flat uint8 tensor."""
         return self._copied[message.writer, message.number]
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the state may change; returns whether it may, after so many seconds at most."""
+        return True
+
+    def await_copies(self) -> None:
+        """Waits until all bytes are copied; raises the error of the copy."""
+
+    def require_unchanged(self) -> None:
+        """Raises `StateChanged` if the state changed while it was copied."""
+
+    def cancel(self) -> None:
+        """Ends the copy, so that nobody has to wait for it."""
+
     def release(self) -> None:
         """Returns the memory to the pool; the snapshot cannot be used any more."""
+        self.cancel()
         buffers, self._buffers = self._buffers, []
         self._copied.clear()
         self._pool.give_back(buffers)

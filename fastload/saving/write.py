@@ -185,11 +185,15 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: Pe
 
     def work() -> str | None:
         pending.join()
+        if snapshot is not None:
+            snapshot.await_copies()
         assembler.open()
         hasher = BlockHasher(layout.blocks_of(plan.share.ranges))
         written = writer.write(plan.share, assembler, hasher)
         receipt = WriteReceipt(written, hasher.checksums())
         assembler.finish()
+        if snapshot is not None:
+            snapshot.require_unchanged()
         packed = _hand_in(world, plan.group, receipt, what=call.what)
         plan.state.own.show()
         nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)

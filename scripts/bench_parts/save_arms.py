@@ -197,6 +197,11 @@ def fastload_async_save(state: State, path: Path) -> Wait:
     return fastload.async_save(state, path, options=SaveOptions()).wait
 
 
+def fastload_overlapped_save(state: State, path: Path) -> Wait:
+    """Copies the state while training goes on."""
+    return fastload.async_save(state, path, options=SaveOptions(snapshot="overlap")).wait
+
+
 # ---- durability
 
 

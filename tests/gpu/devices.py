@@ -55,6 +55,16 @@ class Devices:
         else:
             torch.cuda._sleep(int(seconds * 1e9))
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Has the current stream do nothing before the end; on CUDA keeps it busy for a while."""
+        if self.emulated:
+            with accelerator().hold():
+                yield
+        else:
+            self.busy(0.3)
+            yield
+
     def counts(self) -> dict[str, int]:
         """Returns what the emulated accelerator has counted since the last call; nothing of another one."""
         return accelerator().counters(reset=True) if self.emulated else {}
@@ -97,6 +107,11 @@ class Devices:
         """On the emulated accelerator nothing has touched memory in the wrong order."""
         if self.emulated:
             assert accelerator().faults() == []
+
+    def forget_faults(self) -> None:
+        """Forgets that memory was touched in the wrong order, on purpose."""
+        if self.emulated:
+            accelerator().faults(reset=True)
 
     def cut(self, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
         """Cuts a host tensor as `distribute_tensor` does, there, and takes the parts to the device."""

@@ -172,15 +172,16 @@ class Draw:
         for part in bits:
             part.bitwise_xor_(1)
         path = self.folder / f"device{self.number}"
-        if self.rng.random() < 0.5:
-            saving = fastload.async_save(state, path)
-            for part in bits:
-                part.zero_()
-            saving.wait(60)
-        else:
+        snapshot: Any = self.rng.choice([None, "block", "overlap"])
+        if snapshot is None:
             fastload.save(state, path)
-            for part in bits:
-                part.zero_()
+        else:
+            saving = fastload.async_save(state, path, options=fastload.SaveOptions(snapshot=snapshot))
+            saving.wait_snapshot()
+        for part in bits:
+            part.zero_()
+        if snapshot is not None:
+            saving.wait(60)
         assert_same_bits(fastload.load(path), self.host)
 
     def group(self) -> None:

@@ -67,6 +67,41 @@ def test_a_save_waits_for_what_its_callers_stream_computes(
     devices.check_group()
 
 
+@on_devices(1, 2)
+def test_an_overlapped_save_does_not_wait_for_its_callers_stream(
+    devices: Devices, rank: int, world: int, tmp_path: Path
+) -> None:
+    """The host goes on while the stream cannot, also through the step; twice, in the same pinned memory."""
+    weight = torch.nn.Parameter(torch.ones(NUM_ROWS, 50, device=devices.device))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = state_on(devices) | {"weight": weight}
+    expected = on_host(state)
+    options = fastload.SaveOptions(snapshot="overlap", writers="all")
+    devices.slow(5)
+    for number in range(2):
+        with devices.aside(), devices.held():
+            state["wide"].neg_()
+            weight.grad = torch.full_like(weight, 2.0)
+            devices.counts()
+            saving = fastload.async_save(state, tmp_path / str(number), options=options)
+            counts = devices.counts()
+            assert not {"blocking_copies", "device_syncs", "event_syncs", "items"} & counts.keys()
+            assert counts.get("stream_syncs", 0) <= 1, "of the stream that copies, by its own thread"
+            optimizer.step()
+        saving.wait(60)
+        expected["wide"] = -expected["wide"]
+        assert_same_bits(fastload.load(tmp_path / str(number)), expected)
+        expected["weight"] = expected["weight"] - 2.0
+    devices.check_faults()
+    with devices.held():
+        saving = fastload.async_save(state, tmp_path / "changed", options=options)
+        state["wide"].neg_()
+    with pytest.raises(fastload.FastloadError, match="wide changed while"):
+        saving.wait(60)
+    devices.forget_faults()
+    devices.check_group()
+
+
 @on_devices(2, 4)
 def test_shards(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """Rows that other ranks write leave by another thread; the files are those of a save from the host."""

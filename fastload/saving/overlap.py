@@ -1,0 +1,220 @@
+"""Snapshots that are copied while training goes on, until its next weight update."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from torch import Tensor
+
+from fastload.base.state_copies import state_copies
+from fastload.errors import StateChanged, some_of
+from fastload.saving.messages import ShardMessage, ShardRange
+from fastload.saving.snapshot import Snapshot, StateReader
+
+_PIECE_BYTES = 4 << 20  # about a millisecond
+_LOWEST_PRIORITY = 19
+_TICK_S = 0.001
+_LONGEST_OPERATION_S = 1.0
+
+_Piece = tuple[Sequence[ShardRange], Tensor]  # ranges of shards, and where their bytes go
+
+
+class OverlappedSnapshot(Snapshot):
+    """A snapshot whose large tensors are copied in the background.
+
+    A thread of the lowest priority copies, and whoever waits helps it. On accelerators the copies have a
+    stream of their own.
+
+    The state may change once `wait` has returned. Steps of optimizers wait by themselves; see `StateCopies`.
+    Tensors whose changes torch does not count are copied on construction. The version counters of the others
+    are compared when somebody has waited, or in the end. A change that nobody waited for is an error even if
+    the copy had ended by chance.
+    """
+
+    def _copy(self, reader: StateReader, messages: Sequence[ShardMessage]) -> None:
+        self._caller = threading.get_ident()
+        self._caller_was_at: object = None
+        self._changed = threading.Condition()  # guards what follows
+        self._pieces: deque[_Piece] = deque()
+        self._num_being_copied = 0
+        self._error: Exception | None = None
+        self._watched: dict[str, list[tuple[Tensor, int]]] | None = None  # None once they were compared
+        self._torn: list[str] = []
+        self._ended = threading.Event()
+
+        numbers = dict.fromkeys(each.tensor for message in messages for each in message.ranges)
+        versions = {number: reader.versions(number) for number in numbers}
+        for message in messages:
+            for piece in _cut(message.ranges, self.get(message), versions):
+                if versions[piece[0][0].tensor]:
+                    self._pieces.append(piece)
+                else:
+                    reader.copy(*piece)
+        late = [number for number, found in versions.items() if found]
+        self._reader = reader.in_background(late)
+        self._watched = {reader.name_of(number): versions[number] for number in late}
+        reader.forget()
+        state_copies.add(self)
+        try:
+            # A `Thread` would wait here until it runs.
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # the system cannot start a thread
+            self._run(in_background=False)
+
+    # The copy
+
+    def _run(self, *, in_background: bool = True) -> None:
+        if in_background and sys.platform == "linux":
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        try:
+            while not self._copy_pieces():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._pieces or not self._num_being_copied)
+            self._reader.settle()
+        except Exception as error:
+            self._fail(error)
+        self._caller_was_at = self._caller_position()
+        self._reader.forget()
+        self._ended.set()
+
+    def _copy_pieces(self) -> bool:
+        """Copies pieces until there are none; returns whether other threads have ended, too."""
+        while True:
+            with self._changed:
+                if not self._pieces:
+                    return not self._num_being_copied
+                piece = self._pieces.popleft()
+                self._num_being_copied += 1
+            left: _Piece | None = piece
+            try:
+                self._reader.copy(*piece)
+                left = None
+            except Exception as error:
+                left = None
+                self._fail(error)
+            finally:
+                with self._changed:
+                    self._num_being_copied -= 1
+                    if left is not None:  # a signal's handler raised
+                        self._pieces.append(left)
+                    if left is not None or not (self._pieces or self._num_being_copied):
+                        self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error.with_traceback(None)
+            self._pieces.clear()
+
+    # Whoever waits for it
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until all is copied; the state may change afterwards."""
+        began = time.perf_counter()
+        if timeout is None:
+            self._copy_pieces()
+        if not self._ended.wait(timeout):
+            return False
+        self._compare()
+        self.waited_s += time.perf_counter() - began
+        return True
+
+    def hold_step(self) -> None:
+        """Has the following work of this thread begin after the copy: on the host, and on its streams."""
+        began = time.perf_counter()
+        if not self._copy_pieces():
+            with self._changed:
+                self._changed.wait_for(lambda: not (self._pieces or self._num_being_copied))
+        self._reader.streams.hold_caller()
+        self._compare()
+        self.waited_s += time.perf_counter() - began
+
+    def await_copies(self) -> None:
+        """Waits until all bytes are copied; raises the error of the copy."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    # Changes meanwhile
+
+    def require_unchanged(self) -> None:
+        """Raises `StateChanged` if the state changed before somebody waited for the copy."""
+        self._await_operation()
+        self._compare()
+        if self._torn:
+            raise StateChanged(
+                f"{some_of(self._torn)} changed while the state was copied in the background, so nothing was "
+                "saved: call SaveHandle.wait_snapshot() before the change (steps of torch.optim optimizers "
+                'wait by themselves), or save with SaveOptions(snapshot="block")',
+                tuple(self._torn),
+            )
+
+    def _compare(self) -> None:
+        """Compares the version counters, once."""
+        with self._changed:
+            if self._watched is not None:
+                found = (
+                    name
+                    for name, parts in self._watched.items()
+                    if any(part._version != version for part, version in parts)
+                )
+                self._torn = list(found)
+                self._watched = None
+        state_copies.discard(self)
+
+    def _await_operation(self) -> None:
+        """Waits until an operation that the caller was in when the copy ended is over.
+
+        torch counts a change when the operation ends. If the caller's thread has moved on since, or a second
+        later, there is none.
+        """
+        deadline = time.monotonic() + _LONGEST_OPERATION_S
+        while (
+            self._watched is not None
+            and self._caller_was_at is not None
+            and self._caller_position() == self._caller_was_at
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_TICK_S)
+
+    def _caller_position(self) -> object:
+        """Returns which instruction the caller's thread is at; None if it has ended."""
+        frame = sys._current_frames().get(self._caller)
+        return (id(frame), frame.f_lasti) if frame is not None else None
+
+    def cancel(self) -> None:
+        """Ends the copy, so that nobody has to wait for it."""
+        with self._changed:
+            self._pieces.clear()
+            self._changed.notify_all()
+        self._ended.wait()
+        state_copies.discard(self)
+
+
+def _cut(
+    ranges: Sequence[ShardRange], out: Tensor, versions: Mapping[int, Sequence[object]]
+) -> Iterator[_Piece]:
+    """Yields a message in pieces, each either of tensors with version counters or of others."""
+    piece: list[ShardRange] = []
+    first = last = 0  # bytes of the message
+    for whole in ranges:
+        for begin in range(whole.begin, whole.end, _PIECE_BYTES):
+            part = whole._replace(begin=begin, end=min(begin + _PIECE_BYTES, whole.end))
+            nbytes = part.end - begin
+            if piece and (
+                last + nbytes - first > _PIECE_BYTES
+                or bool(versions[part.tensor]) != bool(versions[piece[0].tensor])
+            ):
+                yield piece, out[first:last]
+                piece, first = [], last
+            piece.append(part)
+            last += nbytes
+    if piece:
+        yield piece, out[first:last]
