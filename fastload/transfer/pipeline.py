@@ -265,7 +265,8 @@ class Pipeline:
 
     A rank that cannot read sends a status with its chunk and continues with the rounds in flight, so no rank
     waits for it. If all ranks learn of that in the same round, the remaining bytes are dealt again to the
-    other readers. Else the caller has to send `unread_from` to the other ranks afterwards.
+    other readers. Else the caller has to send `unread_from` to the other ranks afterwards. Without an
+    exchange nobody takes over, and the read fails.
 
     Args:
         world: The ranks, with the failure flag.
