@@ -42,7 +42,7 @@ from fastload.loading.targets import (
 )
 
 if TYPE_CHECKING:
-    from fastload.loading.stream_buffer import StreamBuffer
+    from fastload.loading.stream import StreamBuffer
 
 _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
