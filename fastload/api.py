@@ -55,8 +55,8 @@ def load(
             Tensors, and those of modules, are filled in place as bytes arrive; a DTensor gets its shards, and
             tied tensors stay tied. Meta tensors are replaced by real ones on `device`; buffers on the meta
             device that no checkpoint holds (``persistent=False``) are an error. If the load fails while data
-            move, the contents of the tensors are undefined. A read that storage has not answered by then,
-            which the error and a warning report, may still write to them.
+            move, the contents of the tensors are undefined (see `LoadOptions.atomic`). A read that storage
+            has not answered by then, which the error and a warning report, may still write to them.
 
             Everything else is untouched until all ranks have all bytes, verified. Then modules get extra
             state and hooks as by their ``load_state_dict`` (hooks before it have run once already, without

@@ -38,7 +38,14 @@ _WIRE_BYTES = 1 << 20
 
 
 class FastloadError(Exception):
-    """Base class of all errors that fastload raises."""
+    """Base class of all errors that fastload raises.
+
+    Attributes:
+        is_partial: Whether a load failed after it had begun to fill the tensors of ``into=``. They may then
+            be a mixture. If it is False, they are as they were.
+    """
+
+    is_partial = False
 
 
 class OptionError(FastloadError, ValueError):

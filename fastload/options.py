@@ -102,6 +102,9 @@ SETTINGS = {
     "per_rank_mismatch": Setting(
         "error", str, "PerRank values that another number of ranks saved: error, or skip them"
     ),
+    "atomic": Setting(
+        False, parse_bool, "change no tensor of into= before all ranks have read and verified every byte"
+    ),
     "prefetch_bytes": Setting(
         None, parse_bytes, "most host memory for what a rank reads ahead; its whole share if not set"
     ),
@@ -198,7 +201,7 @@ class _Options:
             elif name in _LEAST:
                 chosen = value is None and {**SETTINGS, **SAVE_SETTINGS}[name].default is None
                 _require(chosen or _is_count(value, _LEAST[name]), name, value, f"at least {_LEAST[name]}")
-            elif name in ("overwrite", "parts", "verify"):
+            elif name in ("atomic", "overwrite", "parts", "verify"):
                 is_open = value is None and getattr(type(self), name) is None
                 _require(is_open or isinstance(value, bool), name, value, "True or False")
             elif name == "timeout_s":
@@ -256,6 +259,9 @@ class LoadOptions(_Options):
         per_rank_mismatch: What to do with a `PerRank` value that is wanted and that another number of ranks
             saved: ``error``, or ``skip``, which leaves its place in ``into=`` as it is, or None, with a
             warning and in `LoadReport.left_out`.
+        atomic: Whether no tensor of ``into=`` changes on any rank before all ranks have read and verified
+            every byte. Each rank holds what it reads in host memory until then; with ``auto`` the ranks share
+            the reading. See `FastloadError.is_partial` for what may fail afterwards.
         prefetch_bytes: Most host memory in bytes for what a rank reads ahead (`fastload.prefetch`); the rest
             is read by the load. None: all of its share, the checkpoint ÷ the ranks that read.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
@@ -277,6 +283,7 @@ class LoadOptions(_Options):
     retries: int = _setting("retries")
     verify: bool = _setting("verify")
     per_rank_mismatch: PerRankMismatch = _setting("per_rank_mismatch")
+    atomic: bool = _setting("atomic")
     prefetch_bytes: int | None = _setting("prefetch_bytes")
     trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[LoadReport], None] | None = None

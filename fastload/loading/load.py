@@ -26,12 +26,12 @@ from fastload.comm.group import backend_of, members_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
-from fastload.errors import Interrupted, WorldError
+from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Runs
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.match import Match
-from fastload.loading.prefetch import Prefetch
+from fastload.loading.prefetch import BackgroundReads, Prefetch
 from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
@@ -185,12 +185,44 @@ class Session:
             if self._held is not None:
                 held, holders = self._held
                 opened = replace(opened, access=replace(opened.access, held=held, holders=holders))
-            if staging_bytes is not None:
-                opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
-            loaded = self.settle(prepare(opened, request))
-            if loaded is not None:
-                return loaded
+            if staging_bytes is not None:  # for a part of a stream, in new memory
+                options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
+                opened = replace(opened, options=options)
+            job = prepare(opened, request)
+            if not opened.options.atomic or self._read_first(job):
+                try:
+                    loaded = self.settle(job)
+                except FastloadError as error:
+                    error.is_partial = True
+                    raise
+                if loaded is not None:
+                    return loaded
             self.reopen_exactly()
+
+    def _read_first(self, job: Job) -> bool:
+        """Reads and verifies what this rank will send or place, on all ranks, before anything is placed.
+
+        Returns:
+            Whether data were laid out as the manifest inferred; if not, the job is closed.
+
+        Raises:
+            FastloadError: A rank failed; nothing has changed.
+        """
+        world, plan, reader = job.request.opened.world, job.pipeline.plan, job.pipeline.reader
+
+        def work() -> bool:
+            view, held = plan.view(world.rank), reader.held or HeldBytes()
+            chunks = [held.lacking(view.reads(index)) for index in range(plan.num_rounds)]
+            reader.held = held.joined(BackgroundReads(reader, chunks).wait(world))
+            return reader.is_misread
+
+        is_ready = False
+        try:
+            is_ready = not any(world.settle(f"reading {self.manifest.url}", work))
+        finally:
+            if not is_ready:
+                job.close()
+        return is_ready
 
     def settle(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
         """Runs a load, agrees with all ranks on its outcome, and restores the state.
@@ -479,14 +511,18 @@ def decide(opened: Opened, *, fast_links: bool = False) -> StrategyChoice:
     access = opened.access
     if access.holders is not None:
         return StrategyChoice("allgather", "readers have different parts in memory", access.readers)
-    return choose_strategy(
-        opened.options.strategy,
+    strategy, why = opened.options.strategy, ""
+    if opened.options.atomic and strategy == "auto":
+        strategy, why = "allgather", "until all is read, each rank holds what it reads"
+    choice = choose_strategy(
+        strategy,
         world_size=opened.world.size,
         readers=access.readers,
         hosts=access.hosts,
         shared=access.shared,
         fast_links=fast_links,
     )
+    return replace(choice, why=why) if why and choice.strategy == strategy else choice
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class BackgroundReads:
         self._parts: list[tuple[ByteRange, Tensor]] = []
         self._reads: deque[Future[None]] = deque()
         rest = allocate_staging(sum(each.nbytes for chunk in chunks for each in chunk), pinned=False)
-        for chunk in chunks:
+        for chunk in filter(None, chunks):
             nbytes = sum(each.nbytes for each in chunk)
             self._reads.append(reader.submit(chunk, [host_view(rest[:nbytes])]))
             for each in chunk:
@@ -55,13 +55,17 @@ class BackgroundReads:
         Raises:
             FastloadError: A read failed, or another rank did (`Interrupted`).
         """
-        while self._reads:
-            # No frame refers to it: else error → traceback → frame → read → error would keep memory alive.
-            world.await_work(self._reads.popleft(), partial(self.reader.overdue, 0.0))
+        try:
+            while self._reads:
+                # No frame refers to it: else error → traceback → frame → read → error would keep the memory.
+                world.await_work(self._reads.popleft(), partial(self.reader.overdue, 0.0))
+        except BaseException:
+            self.reader.stop()
+            raise
         return HeldBytes(self._parts)
 
     def close(self, *, wait_s: float) -> None:
-        """Ends the threads of the reader, and reads that have not begun."""
+        """Ends the threads of the reader, and reads that nobody waits for."""
         if self._reads:
             self.reader.stop()
         self.reader.close(wait_s=wait_s)

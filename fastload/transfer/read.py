@@ -129,10 +129,19 @@ class HeldBytes:
         parts: Byte ranges of files, each with its bytes: a flat uint8 tensor in host memory.
     """
 
-    def __init__(self, parts: Iterable[tuple[ByteRange, Tensor]]) -> None:
+    def __init__(self, parts: Iterable[tuple[ByteRange, Tensor]] = ()) -> None:
         ordered = sorted(parts, key=itemgetter(0))
         self._space = Space([byte_range for byte_range, _ in ordered])
         self._data = [data for _, data in ordered]
+
+    def joined(self, other: HeldBytes) -> HeldBytes:
+        """Returns the bytes of both."""
+        both = (self, other)
+        return HeldBytes(part for one in both for part in zip(one._space.ranges, one._data, strict=True))
+
+    def lacking(self, byte_ranges: Iterable[ByteRange]) -> list[ByteRange]:
+        """Returns the parts of byte ranges that are not held."""
+        return [part for each in byte_ranges for part, data in self.cut(each) if data is None]
 
     def cut(self, byte_range: ByteRange) -> Iterator[tuple[ByteRange, Tensor | None]]:
         """Cuts a byte range into parts, each with its bytes, or None if they are not held."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import weakref
 from collections.abc import Callable
@@ -21,9 +20,10 @@ from torch.distributed.tensor import Replicate, Shard
 import fastload
 from fastload.errors import ChecksumError, FastloadError, PeerError
 from fastload.loading import prefetch
+from fastload.transfer import pipeline
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist import faults
-from tests.dist.faults import TIMEOUT_S, die, fastload_threads
+from tests.dist.faults import CHUNK_BYTES, TIMEOUT_S, die, fastload_threads
 from tests.dist.harness import ranks
 from tests.dist.patience import patient
 from tests.dist.test_rewritten import fresh, overwrite, state_of, write
@@ -171,31 +171,88 @@ def test_damage_is_the_same_error_before_anything_changes(rank: int, world: int,
     return texts[0]
 
 
-def killed(rank: int, path: Path, stage: str, prepare: Callable[[], object]) -> None:
-    """Has rank 1 die at a stage of a load of what was read ahead; the others tell of it in time."""
-    into = {name: torch.zeros_like(tensor) for name, tensor in state_of(1).items()}
-    given = options(timeout_s=patient(TIMEOUT_S))
-    with pytest.raises(PeerError) as raised, fastload.prefetch(path, options=given) as checkpoint:  # noqa: PT012
-        prepare()
-        checkpoint.load(into=into)
-    assert list(raised.value.failures) == [1], raised.value
-    if stage == "prefetching":
-        assert not any(tensor.any() for tensor in into.values())
-    assert fastload_threads(kept=["fastload-host"]) == []
+@ranks(3)
+def test_an_atomic_load_changes_nothing_before_all_is_verified(rank: int, world: int, tmp_path: Path) -> None:
+    """Replicated, in shards and by names: each byte is read once, into the memory of a share."""
+    tensors = state_of(2)
+    nbytes, given = sum(tensor.nbytes for tensor in tensors.values()), options(atomic=True, chunk_bytes=None)
+    for name in ("good", "damaged"):
+        fastload.save(tensors, tmp_path / name, options=fastload.SaveOptions(block_bytes=1 << 16))
+    dist.barrier()
+    if rank == 0:
+        flip(tmp_path / "damaged/model.safetensors", -5)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.MonkeyPatch.context() as patch:
+        held_bytes, most = noted_memory(patch), list[int]()
+        patch.setattr(pipeline._Placing, "place", noting(pipeline._Placing.place, held_bytes, most))
+        for into in (state_of(1), {n: placed(t, mesh, [Shard(0)]) for n, t in state_of(1).items()}):
+            before = locals_of(into)
+            with pytest.raises(ChecksumError, match="of tensor 'c'") as raised:
+                fastload.load(tmp_path / "damaged", into=into, options=given)
+            assert not raised.value.is_partial
+            assert_same_bits(locals_of(into), before)
+            assert not most, "nothing was placed"
+            del raised
+            gc.collect()
+            with fastload.open(tmp_path / "good", options=given) as checkpoint:
+                checkpoint.load(into=into)
+            assert all(torch.equal(local, torch.full_like(local, 2)) for local in locals_of(into).values())
+            assert checkpoint.report is not None
+            assert checkpoint.report.bytes_read == checkpoint.report.bytes_verified == nbytes
+            assert 0 < max(most) <= nbytes / world + 2**20 + 2**16  # a reader may read a MiB more than others
+            most.clear()
+        assert held_bytes() == 0
+        with fastload.open(tmp_path / "damaged", options=given) as checkpoint:
+            assert_same_bits(checkpoint.load(names=["a"]), {"a": tensors["a"]})  # which is not damaged
+            assert checkpoint.report is not None
+            assert checkpoint.report.bytes_read == tensors["a"].nbytes
+        with fastload.prefetch(tmp_path / "good", options=options(atomic=True, prefetch_bytes=0)) as ahead:
+            assert_same_bits(ahead.load(), tensors)
 
 
-@pytest.mark.parametrize("stage", ["prefetching", "first"])
+def noting(real: Callable[..., None], now: Callable[[], int], most: list[int]) -> Callable[..., None]:
+    """Has a function note a number before each call."""
+
+    def noted(*args: Any) -> None:
+        most.append(now())
+        real(*args)
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("stage", "atomic"),
+    [("prefetching", False), ("first", False), ("read", True), ("middle", True)],
+    ids=["prefetching", "loading", "reading first", "placing then"],
+)
 @ranks(3, dies={1: signal.SIGKILL})
-def test_a_rank_that_is_killed(rank: int, world: int, tmp_path: Path, stage: str) -> None:
-    path = tmp_path / "one.safetensors"
+def test_a_rank_that_is_killed(rank: int, world: int, tmp_path: Path, stage: str, atomic: bool) -> None:
+    """The others tell of it in time, whether the tensors have changed, and load them again without it."""
+    path, group = tmp_path / "one.safetensors", dist.new_group([0, 2])
+    into = {name: torch.zeros_like(tensor) for name, tensor in state_of(1).items()}
     if rank == 0:
         save_file(state_of(1), path)
     dist.barrier()
+    given = options(timeout_s=patient(TIMEOUT_S), atomic=atomic, chunk_bytes=CHUNK_BYTES)
+    if rank == 1 and stage != "prefetching":
+        faults.strike(pytest.MonkeyPatch(), stage, lambda: die(signal.SIGKILL))
 
-    def prepare() -> None:
-        if rank == 1 and stage == "prefetching":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1:
-            faults.strike(pytest.MonkeyPatch(), stage, lambda: die(signal.SIGKILL))
+    def load() -> None:
+        if atomic:
+            fastload.load(path, into=into, options=given)
+            return
+        with fastload.prefetch(path, options=given) as checkpoint:
+            if rank == 1 and stage == "prefetching":
+                die(signal.SIGKILL)
+            checkpoint.load(into=into)
 
-    killed(rank, path, stage, prepare)
+    with pytest.raises(PeerError) as raised:
+        load()
+    assert list(raised.value.failures) == [1], raised.value
+    assert raised.value.is_partial == (stage in ("first", "middle"))
+    if not raised.value.is_partial:
+        assert not any(tensor.any() for tensor in into.values())
+    assert fastload_threads(kept=["fastload-host"]) == []
+    fastload.load(path, into=into, process_group=group, options=options(atomic=atomic))
+    assert_same_bits(into, state_of(1))

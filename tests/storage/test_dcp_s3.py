@@ -102,6 +102,10 @@ def test_an_item_that_is_not_like_the_others_is_found_out(
     assert requests["reads"] - before <= NUM_LAYERS
     with fastload.open(f"s3://{BUCKET}/turned", storage_options=server) as checkpoint:
         assert_equal(dict(checkpoint.tensors()), saved)
+    with fastload.prefetch(f"s3://{BUCKET}/turned", storage_options=server) as checkpoint:
+        assert_equal(checkpoint.load(), saved)
+        assert checkpoint.report is not None
+        assert checkpoint.report.bytes_read == 0
 
 
 def load(rank: int, world: int, url: str, storage: Any, expected: dict[str, Tensor]) -> bool:
@@ -120,6 +124,9 @@ def load(rank: int, world: int, url: str, storage: Any, expected: dict[str, Tens
         checkpoint.read(boxes)
         was_closer = not checkpoint.manifest.guards
         fastload.load(url, into=into, options=options, storage_options=storage)
+    assert_equal(whole(into), expected)
+    atomic = fastload.LoadOptions(timeout_s=40, atomic=True)
+    fastload.load(url, into={n: t.zero_() for n, t in into.items()}, options=atomic, storage_options=storage)
     assert_equal(whole(into), expected)
     if rank == 0:
         assert torch.equal(part, expected["layers.7.up"][3:7, 5:11])

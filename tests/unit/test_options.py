@@ -29,6 +29,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("retries", "0", 0, 9),
     ("verify", "off", False, False),
     ("per_rank_mismatch", "skip", "skip", "skip"),
+    ("atomic", "yes", True, True),
     ("prefetch_bytes", "1GiB", 1 << 30, 0),
     ("trace", "a/b.json", "a/b.json", "c.json"),
 ]
