@@ -176,8 +176,12 @@ class LocalStorage(Storage):
         self, io: str, file: _File, cached: int, offset: int, wanted: Sequence[memoryview]
     ) -> None:
         if wanted:
-            alone = file.directly and sum(map(len, wanted)) < _MIN_DIRECT_BYTES and io != "buffered"
-            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM if alone else os.POSIX_FADV_NORMAL)
+            nbytes = sum(map(len, wanted))
+            alone = file.directly and nbytes < _MIN_DIRECT_BYTES and io != "buffered"
+            strays = self.in_order and offset != file.read_to  # other ranks may read what follows
+            advice = os.POSIX_FADV_RANDOM if alone or strays else os.POSIX_FADV_NORMAL
+            os.posix_fadvise(cached, 0, 0, advice)
+            file.read_to = offset + nbytes
         while wanted:
             count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
             if count == 0:
@@ -303,11 +307,13 @@ class _File(DirectFile):
 
     Attributes:
         path: Its path, for messages.
+        read_to: End of the last buffered read.
     """
 
     def __init__(self, url: str, path: str, folder: int | None, *, directly: bool, numbered: bool) -> None:
         super().__init__(read_descriptors, self._open, directly=directly)
         self.path = url
+        self.read_to = 0
         self._numbered = numbered
         self._place = (path, folder) if folder is not None else (os.path.abspath(path), None)
         self._first: os.stat_result | None = None

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,16 @@ rclone) rclone mount :s3:lab "$1" --daemon --read-only --config '' --cache-dir "
     --s3-provider Other --s3-endpoint "$AWS_ENDPOINT_URL" --s3-region "$AWS_REGION" --s3-env-auth ;;
 s3fs) s3fs lab "$1" -o "ro,url=$AWS_ENDPOINT_URL,use_path_request_style,multipart_size=5,parallel_count=1" ;;
 esac || exit
-exec python -m fastload load "$1/ckpt" --json --digest "${@:3}"
+exec python "${@:3}"
+"""
+_STREAM = """
+import json, sys, fastload
+from fastload.formats.state import state_digest
+_, _ = fastload.world.initialize("cpu")
+with fastload.open(sys.argv[1], options=fastload.LoadOptions(chunk_bytes=1 << 20)) as checkpoint:
+    digest = state_digest(dict(checkpoint.tensors()))
+    if fastload.world.get_rank() == 0:
+        print(json.dumps({**checkpoint.report.to_dict(), "digest": digest}))
 """
 _NEEDED = {"sshfs": ["sshfs", "socat", _SFTP_SERVER], "rclone": ["rclone"], "s3fs": ["s3fs"]}
 # What clients of buckets read ahead is some MiB of each stream, whatever its length, which shows on a small
@@ -77,7 +86,9 @@ def client(request: pytest.FixtureRequest, hosts: None) -> Iterator[str]:
     server.wait(10)
 
 
-def load_through(client: str, folder: Path, *options: str) -> tuple[dict[str, Any], float]:
+def load_through(
+    client: str, folder: Path, *options: str, program: Sequence[str] = ("-m", "fastload", "load")
+) -> tuple[dict[str, Any], float]:
     """Loads on all hosts; returns the report, and what crossed the storage link ÷ what was wanted."""
     before = storage_bytes()
     served = f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}"
@@ -87,7 +98,9 @@ def load_through(client: str, folder: Path, *options: str) -> tuple[dict[str, An
         "AWSACCESSKEYID=labkey",
         "AWSSECRETACCESSKEY=labsecret",
     ]
-    words = ["env", *given, "bash", "-c", _MOUNTED, "mounted", str(folder / NAME), client, *options]
+    mount = folder / NAME
+    words = ["env", *given, "bash", "-c", _MOUNTED, "mounted", str(mount), client, *program]
+    words += [str(mount / "ckpt"), *options]
     job = start(*words, num_hosts=_NUM_HOSTS)
     out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
@@ -97,8 +110,15 @@ def load_through(client: str, folder: Path, *options: str) -> tuple[dict[str, An
 
 
 def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
-    report, carried = load_through(client, tmp_path)
+    report, carried = load_through(client, tmp_path, "--json", "--digest")
     assert report["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS
+    assert carried < _MOST[client]
+
+
+@pytest.mark.parametrize("client", ["sshfs"], indirect=True)
+def test_a_stream_of_tensors_is_carried_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
+    report, carried = load_through(client, tmp_path, program=("-c", _STREAM))
+    assert report["digest"] == digest_of(checkpoint)
     assert carried < _MOST[client]
 
 
@@ -106,7 +126,7 @@ def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str,
 def test_each_host_gets_its_shards_and_all_is_carried_once(
     checkpoint: Path, client: str, tmp_path: Path
 ) -> None:
-    sharding = ["--mesh", str(_NUM_HOSTS), "--placements", "shard(0)"]
+    sharding = ["--json", "--digest", "--mesh", str(_NUM_HOSTS), "--placements", "shard(0)"]
     report, carried = load_through(client, tmp_path, *sharding)
     assert report["digests"] == digests_of_shards(checkpoint, 0, _NUM_HOSTS)
     assert carried < _MOST[client]
