@@ -1,4 +1,4 @@
-"""How often to save: the published rules, a recommendation, and an interval that adapts. Pure."""
+"""Intervals between saves: published rules, a recommendation, and an adaptive interval. Pure."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ DEFAULT_FAILURES_PER_HOST_S = 6.5 / 1000 / 86400
 DEFAULT_RESTART_S = 300.0
 DEFAULT_BUDGET = 0.035  # Mohan et al., "CheckFreq", FAST 2021
 
-# Nothing published says it: power, the scheduler, a cancelled job. Without any, storage would be for nothing.
+# An assumption, since no number is published: loss of power, the scheduler, a cancelled job.
 DEFAULT_BEYOND_MEMORY = 0.01
 
-_MOST_MORE_HOSTS = 16  # that are lost before the first is replaced: more are as good as impossible
+_MOST_MORE_HOSTS = 16  # lost before the first is replaced; more are practically impossible
 _ROUNDING = 1e-9  # 3.0000000001 steps are 3
-_WINDOW = 5  # saves that count; odd, so that the median is one of them
+_WINDOW = 5  # saves that count; odd, so the median is one of them
 _DEAD_BAND = 1.2
 
 
@@ -67,7 +67,7 @@ def young_s(stall_s: float, mtbf_s: float) -> float:
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        stall_s: Time δ that training stands still for a save.
+        stall_s: Time δ that training waits for a save.
         mtbf_s: Mean time M between failures.
     """
     require_not_negative(stall_s=stall_s)
@@ -82,7 +82,7 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
     2006, equation 37.
 
     Args:
-        stall_s: Time δ that training stands still for a save.
+        stall_s: Time δ that training waits for a save.
         mtbf_s: Mean time M between failures.
     """
     first = young_s(stall_s, mtbf_s)
@@ -93,16 +93,16 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def ettr(interval_s: float, *, stall_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Returns the expected training time ratio: the share of the wall clock that makes progress.
+    """Returns the expected training time ratio: the share of wall time that makes progress.
 
     ``(1 - N·r_f·(u₀ + Δt/2)) / (1 + w/Δt)``, with N·r_f = 1/mtbf; 0 where that is negative. Kokolis et al.,
     "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025.
 
     Args:
         interval_s: Time Δt between saves.
-        stall_s: Time w that training stands still for a save.
+        stall_s: Time w that training waits for a save.
         mtbf_s: Mean time between failures.
-        restart_s: Time u₀ from a failure until training goes on.
+        restart_s: Time u₀ from a failure until training continues.
     """
     require_positive(interval_s=interval_s, mtbf_s=mtbf_s)
     require_not_negative(stall_s=stall_s, restart_s=restart_s)
@@ -115,9 +115,9 @@ def ettr_peak_s(*, stall_s: float, mtbf_s: float, restart_s: float) -> float:
     Where the derivative is 0. For w ≪ M it is close to the published Δt* = √(2w/(N·r_f)), Young's interval.
 
     Args:
-        stall_s: Time w that training stands still for a save.
+        stall_s: Time w that training waits for a save.
         mtbf_s: Mean time M between failures.
-        restart_s: Time u₀ from a failure until training goes on.
+        restart_s: Time u₀ from a failure until training continues.
 
     Raises:
         OptionError: The job fails faster than it restarts.
@@ -131,8 +131,8 @@ def ettr_peak_s(*, stall_s: float, mtbf_s: float, restart_s: float) -> float:
 def _require_progress(mtbf_s: float, lost_s: float) -> None:
     if lost_s >= mtbf_s:
         raise OptionError(
-            f"a failure every {format_duration(mtbf_s)} and {format_duration(lost_s)} to get over each: "
-            "the job never gets on"
+            f"a failure every {format_duration(mtbf_s)}, and {format_duration(lost_s)} to recover from each: "
+            "the job makes no progress"
         )
 
 
@@ -147,7 +147,7 @@ def checkfreq_steps(*, checkpoint_s: float, stall_s: float, step_s: float) -> in
 
     Args:
         checkpoint_s: Time t_c of a save, the stall included.
-        stall_s: The part of it that training stands still for.
+        stall_s: The part of it that training waits for.
         step_s: Time of a training step.
     """
     require_not_negative(checkpoint_s=checkpoint_s, stall_s=stall_s)
@@ -161,7 +161,7 @@ def budget_interval_s(stall_s: float, budget: float) -> float:
     Mohan et al., "CheckFreq", FAST 2021: back off when the overhead is above the budget (3.5 %).
 
     Args:
-        stall_s: Time that training stands still for a save.
+        stall_s: Time that training waits for a save.
         budget: Largest stall ÷ interval, such as 0.035.
     """
     require_not_negative(stall_s=stall_s)
@@ -178,10 +178,10 @@ def pccheck_steps(*, write_s: float, step_s: float, concurrent_saves: int, slowd
         write_s: Time T_w until a save is durable.
         step_s: Time t of a training step.
         concurrent_saves: Saves N that may be under way at once.
-        slowdown: Time that training may take q, with 1 for as long as without saves, 1.035 for 3.5 % more.
+        slowdown: Largest slowdown q of the training, such as 1.035 for 3.5 %.
 
     Raises:
-        OptionError: A number cannot be used.
+        OptionError: A number is invalid.
     """
     require_not_negative(write_s=write_s)
     require_positive(step_s=step_s)
@@ -192,7 +192,7 @@ def pccheck_steps(*, write_s: float, step_s: float, concurrent_saves: int, slowd
 
 
 def recoverable_probability(*, num_hosts: int, copies: int, failures: int) -> float:
-    """Returns a lower bound on how likely copies in the memory of peers survive.
+    """Returns a lower bound of the probability that copies in the memory of peers survive.
 
     ``1 - N·C(N-m, k-m)/(m·C(N, k))`` for m copies on groups of m hosts when k of N hosts fail at once; 1
     for k < m. Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
@@ -200,7 +200,7 @@ def recoverable_probability(*, num_hosts: int, copies: int, failures: int) -> fl
 
     Args:
         num_hosts: Hosts N.
-        copies: Copies m of every part, each on another host of its group.
+        copies: Copies m of every share, each on another host of its group.
         failures: Hosts k that fail at once.
 
     Raises:
@@ -222,12 +222,12 @@ def _whole_steps(interval_s: float, step_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What saves to storage cost, or saves to the memory of hosts.
+    """The costs of saves to storage, or to the memory of hosts.
 
     Attributes:
-        stall_s: Time that training stands still for a save.
-        background_s: Time after that until the save counts: all its copies are there, or it is durable.
-        restart_s: Time from a failure until training goes on from it.
+        stall_s: Time that training waits for a save.
+        background_s: Time after that until the save counts: it is durable, or all copies have arrived.
+        restart_s: Time from a failure until training continues.
     """
 
     stall_s: float
@@ -242,14 +242,14 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """How often to save, and why.
+    """A recommended interval, with the reason.
 
     Attributes:
         interval_s: Time trained between saves, in seconds.
-        interval_steps: The same in steps; None where the time of a step is not known.
-        why: What decided, in words.
+        interval_steps: The same in steps; None if the time of a step is unknown.
+        why: Description of the reason.
         overhead: Stall ÷ interval.
-        ettr: Expected share of the wall clock that makes progress, see `recommend`.
+        ettr: Expected share of wall time that makes progress, see `recommend`.
     """
 
     interval_s: float
@@ -273,24 +273,23 @@ def recommend(
     concurrent_saves: int = 1,
     step_s: float | None = None,
 ) -> Recommendation:
-    """Recommends one interval: the peak of the ETTR curve, unless saves or stalls would be too many.
+    """Recommends an interval: the peak of the ETTR curve, unless that is too short.
 
-    Not shorter than what lets a save end before its place is wanted again (`checkfreq_steps`; with several
-    at once `pccheck_steps` without a slowdown), nor than what keeps stalls within the budget. A failure
-    loses what was trained since the last *durable* save began, so the time in the background counts with
-    the restart when the ETTR is worked out.
+    The interval is long enough for a save to end before the next one (`checkfreq_steps`; with concurrent
+    saves `pccheck_steps` without a slowdown), and for the budget of stalls. A failure loses the work since
+    the last *durable* save began, so the ETTR counts the time in the background as part of the restart.
 
     Args:
-        stall_s: Time that training stands still for a save.
+        stall_s: Time that training waits for a save.
         background_s: Time after that until the save is durable; 0 if saves are not asynchronous.
         mtbf_s: Mean time between failures of the job.
-        restart_s: Time from a failure until training goes on.
+        restart_s: Time from a failure until training continues.
         budget: Largest stall ÷ interval.
         concurrent_saves: Saves that may be under way at once.
-        step_s: Time of a training step; None if it is not known.
+        step_s: Time of a training step; None if it is unknown.
 
     Raises:
-        OptionError: A number cannot be used, or the job fails faster than it restarts.
+        OptionError: A number is invalid, or the job fails faster than it restarts.
     """
     require_positive(mtbf_s=mtbf_s, budget=budget, **({} if step_s is None else {"step_s": step_s}))
     require_not_negative(stall_s=stall_s, background_s=background_s, restart_s=restart_s)
@@ -309,7 +308,7 @@ def _recommend(
     *,
     margin: float = 1.0,
 ) -> Recommendation:
-    """Does what `recommend` says, with lower bounds that are so many times higher."""
+    """Computes `recommend`, with lower bounds multiplied by `margin`."""
     peak_s = _peak_s(tier.stall_s, mtbf_s, tier.lost_s)
     budget_s = margin * budget_interval_s(tier.stall_s, budget)
     written_s = margin * tier.background_s / concurrent_saves
@@ -334,21 +333,21 @@ def _recommend(
         if interval_steps == 1:
             why = "every step: no more often is possible"
     elif interval_s == 0:
-        raise OptionError("saves that take no time can be had at every step: say how long a step takes")
+        raise OptionError("saves that take no time are possible at every step: give the time of a step")
     value = ettr(interval_s, stall_s=tier.stall_s, mtbf_s=mtbf_s, restart_s=tier.lost_s)
     return Recommendation(interval_s, interval_steps, why, tier.stall_s / interval_s, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """How often to save where, and what comes of it.
+    """The recommended intervals of both tiers.
 
     Attributes:
-        memory: For memory.
-        storage: For storage.
-        loss_probability: Share of the failures after which memory is incomplete, and storage is needed.
-        ettr: Expected share of the wall clock that makes progress, with both.
-        ettr_storage: The same with storage alone, saved to as often as is best then.
+        memory: The interval for memory.
+        storage: The interval for storage.
+        loss_probability: Share of failures after which memory is incomplete and storage is needed.
+        ettr: Expected share of wall time that makes progress, with both tiers.
+        ettr_storage: The same with storage alone and its best interval.
     """
 
     memory: Recommendation
@@ -367,22 +366,22 @@ def loss_probability(
     hosts_lost: int = 1,
     beyond_memory: float = DEFAULT_BEYOND_MEMORY,
 ) -> float:
-    """Returns how likely a failure takes all copies of some part of what is in memory.
+    """Returns an upper bound of the probability that a failure loses all copies of some share in memory.
 
-    A failure takes some hosts; until they are replaced and the copies made anew, more fail, each by itself:
-    a Poisson number with mean (N - k)·W/(N·M). For the hosts that are lost then, see
-    `recoverable_probability`, a lower bound, so this is an upper one. Some failures take all hosts.
+    A failure takes some hosts. Until they are replaced and have new copies, more hosts fail independently: a
+    Poisson number with mean (N - k)·W/(N·M). `recoverable_probability` gives the probability for all lost
+    hosts. Some failures take all hosts.
 
     Args:
         num_hosts: Hosts N of the job.
-        copies: Copies of every part, each on another host.
+        copies: Copies of every share, each on another host.
         mtbf_s: Mean time M between failures of the job.
-        window_s: Time W from a failure until all copies are there again.
+        window_s: Time W from a failure until all copies exist again.
         hosts_lost: Hosts k that a failure takes.
         beyond_memory: Share of the failures that take all of them.
 
     Raises:
-        OptionError: A number cannot be used, or there are more copies or lost hosts than hosts.
+        OptionError: A number is invalid, or there are more copies or lost hosts than hosts.
     """
     require_positive(mtbf_s=mtbf_s)
     require_not_negative(window_s=window_s)
@@ -404,9 +403,9 @@ def loss_probability(
 
 
 def mtbf_by_tier(mtbf_s: float, loss_probability: float) -> tuple[float, float]:
-    """Returns the mean times in seconds between failures that memory gets over, and that need storage.
+    """Returns the mean seconds between failures that memory survives, and between those that need storage.
 
-    With these each tier has an interval of its own, as if there were no other: `AdaptiveInterval`, too.
+    With these, the interval of each tier is computed independently, also by `AdaptiveInterval`.
     """
     require_positive(mtbf_s=mtbf_s)
     share = loss_probability
@@ -422,28 +421,28 @@ def recommend_tiers(
     budget: float = DEFAULT_BUDGET,
     step_s: float | None = None,
 ) -> Tiers:
-    """Recommends how often to save where.
+    """Recommends an interval for each tier.
 
-    Each tier by `recommend`, for the failures after which it is used. Storage gets at most half of
-    the budget, and memory what that leaves. The ETTR is that of `ettr`, with the loss of either tier
-    by its share, and the stalls of both; a save that goes to both stalls once, so it may be a little higher.
+    Each is computed by `recommend`, for the failures after which the tier is used. Storage gets at most half
+    of the budget, and memory the rest. The ETTR is that of `ettr`, with the losses of both tiers by their
+    shares of failures, and the stalls of both. It may be a little higher, since a save to both stalls once.
 
     Args:
-        memory: What a save to memory takes.
-        storage: What one to storage takes.
+        memory: Costs of a save to memory.
+        storage: Costs of a save to storage.
         mtbf_s: Mean time between failures of the job.
         loss_probability: Share of them after which memory is incomplete; see `loss_probability`.
-        budget: Largest share of the time trained that may go into stalls.
-        step_s: Time of a training step; None if it is not known.
+        budget: Largest share of the training time in stalls.
+        step_s: Time of a training step; None if it is unknown.
 
     Raises:
-        OptionError: A number cannot be used, one of the tiers is never used, or the job fails faster than it
+        OptionError: A number is invalid, one of the tiers is never used, or the job fails faster than it
             restarts.
     """
     require_positive(budget=budget)
     if not 0 < loss_probability < 1:
         which = "storage" if loss_probability <= 0 else "memory"
-        raise OptionError(f"no failure is got over from {which}: there is nothing to save there for")
+        raise OptionError(f"no failure is restored from {which}: saves there are useless")
     of_memory_s, of_storage_s = mtbf_by_tier(mtbf_s, loss_probability)
 
     def best(tier: Tier, mtbf_s: float, budget: float) -> Recommendation:
@@ -460,11 +459,11 @@ def recommend_tiers(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSave:
-    """What one save took, as measured on one rank.
+    """The times of one save, as measured on one rank.
 
     Attributes:
-        step_s: Mean time of a training step since the save before, stalls left out.
-        stall_s: Time that training stood still for it.
+        step_s: Mean time of a training step since the previous save, without stalls.
+        stall_s: Time that training waited for it.
         background_s: Time after that until it was durable.
     """
 
@@ -475,19 +474,18 @@ class MeasuredSave:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveInterval:
-    """An interval between saves that adapts to what they cost. The same measurements give the same interval.
+    """An interval between saves that adapts to their cost. The same measurements give the same interval.
 
-    So all ranks agree if all of them are fed what one rank measured. The median of the last few saves
-    counts, and the interval stays as it is while what is best is near it: one odd save changes nothing, a
-    drift does.
+    So all ranks agree if they use the measurements of one rank. The median of the last few saves counts, and
+    the interval stays while the best one is near it: an outlier changes nothing, a drift does.
 
     Attributes:
         mtbf_s: Mean time between failures of the job.
-        restart_s: Time from a failure until training goes on.
+        restart_s: Time from a failure until training continues.
         budget: Largest stall ÷ interval.
         concurrent_saves: Saves that may be under way at once.
-        interval_steps: Steps between saves: what to start with, then what was worked out.
-        why: What decided it, in words.
+        interval_steps: Steps between saves: first the initial value, then the computed one.
+        why: Description of the reason.
         saves: The measurements that count.
     """
 
@@ -509,7 +507,7 @@ class AdaptiveInterval:
         """Returns the interval after one more save.
 
         Raises:
-            OptionError: What was measured is no time.
+            OptionError: A measured time is invalid.
         """
         require_positive(step_s=save.step_s)
         require_not_negative(stall_s=save.stall_s, background_s=save.background_s)
@@ -522,7 +520,7 @@ class AdaptiveInterval:
             self.budget,
             self.concurrent_saves,
             median(save.step_s for save in saves),
-            margin=_DEAD_BAND,  # so that the bounds hold anywhere inside of the dead band
+            margin=_DEAD_BAND,  # so that the bounds hold anywhere within the dead band
         )
         steps = best.interval_steps
         assert steps is not None

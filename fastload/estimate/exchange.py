@@ -1,4 +1,4 @@
-"""What it costs to bring a round from its readers to all ranks. Pure arithmetic on the real plan."""
+"""The cost of the exchange of a round, computed from the real plan. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastload.transfer.plan import TransferPlan
 if TYPE_CHECKING:
     from fastload.estimate.simulate import Cluster
 
-_SLICE_BYTES = 512 << 10  # NCCL passes on a chunk in such pieces: NCCL_BUFFSIZE, 4 MiB, in 8 steps
+_SLICE_BYTES = 512 << 10  # slice of a chunk that NCCL passes on: NCCL_BUFFSIZE, 4 MiB, in 8 steps
 
 
 class Level(NamedTuple):
@@ -24,9 +24,9 @@ class Level(NamedTuple):
 
     Attributes:
         name: ``between hosts`` or ``inside hosts``.
-        how: By what means.
-        nbytes: What all ranks together receive through it, in the whole load.
-        num_hops: How many times a chunk is passed on in it, at most.
+        how: Description of the means.
+        nbytes: Bytes that all ranks together receive through it in the load.
+        num_hops: Most hops of a chunk.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeCosts:
-    """What the exchange of a full round takes, in seconds.
+    """Times of the exchange of a full round, in seconds.
 
     Attributes:
-        link_s: On a host's link, in its busier direction.
+        link_s: On a host's link, in the busier direction.
         cores_s: On the cores of a rank.
-        messages_s: For the messages of a rank, or its calls.
-        phase_s: In the longest phase, which rounds enter one after the other.
-        transit_s: From its start to its end.
-        levels: What it moves between hosts and inside them.
+        messages_s: For the messages or calls of a rank.
+        phase_s: Longest phase; a phase takes one round at a time.
+        transit_s: From start to end.
+        levels: Bytes between hosts and within them.
     """
 
     link_s: float
@@ -57,17 +57,17 @@ class ExchangeCosts:
 
 
 def exchange_costs(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
-    """Returns what the exchange of a full round takes.
+    """Returns the costs of the exchange of a full round.
 
     Args:
-        plan: Of ranks in the order of their hosts.
+        plan: The plan; ranks are in the order of their hosts.
         cluster: The hosts and links.
     """
     return _over_nccl(plan, cluster) if cluster.nccl else _over_gloo(plan, cluster)
 
 
 def _over_gloo(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
-    """Trees between hosts, on as many rails as they have ranks; shared memory inside."""
+    """Costs of trees between hosts, one rail for each rank of a host, and of shared memory within hosts."""
     num_hosts, num_locals = cluster.num_hosts, cluster.ranks_per_host
     num_readers, chunk_bytes = plan.windows.most_readers, plan.chunk_bytes_of(0) if plan.num_rounds else 0
     rank_bytes_per_s, message_s = cluster.cost("rank_bytes_per_s"), cluster.cost("message_s")
@@ -93,7 +93,7 @@ def _over_gloo(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
 
 
 def _over_nccl(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
-    """The lines of a grid: those of hosts first, then those of the ranks of a host."""
+    """Costs along the lines of a grid: first those of hosts, then those of the ranks of a host."""
     num_hosts, num_locals, message_s = cluster.num_hosts, cluster.ranks_per_host, cluster.cost("message_s")
     num_readers, chunk_bytes = plan.windows.most_readers, plan.chunk_bytes_of(0) if plan.num_rounds else 0
     dims = dims_of(num_hosts)
@@ -103,7 +103,7 @@ def _over_nccl(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
     for dim, size in enumerate(dims):
         num_chunks = num_readers / num_locals / math.prod(dims[dim + 1 :])
         nbytes = max(1.0, num_chunks) * chunk_bytes * (size - 1) / size
-        # Where all of a line have something to pass on, none has to wait for the first piece.
+        # If all members of a line have something to send, none waits for the first slice.
         wait_bytes = 0 if num_chunks >= size else min(chunk_bytes, _SLICE_BYTES)
         phases.append(nbytes / rail_bytes_per_s + (size - 1) * (message_s + wait_bytes / rail_bytes_per_s))
     inner_bytes = num_readers * chunk_bytes * (num_locals - 1) / num_locals
@@ -134,9 +134,9 @@ def _levels(
 
 
 def _owners(plan: TransferPlan, num_locals: int) -> tuple[list[Counter[int]], int]:
-    """Returns how many chunks the hosts have read of the rounds in flight, by rail; and how many rounds.
+    """Returns the chunks that hosts have read in the rounds in flight, by rail, and the number of rounds.
 
-    Hosts that have more to send than others have it in different rounds: of those in flight it is even.
+    The hosts with more to send differ from round to round, so the average over rounds in flight is even.
     """
     rails = [Counter[int]() for _ in range(num_locals)]
     num_rounds = max(1, min(plan.depth, plan.num_windows))
@@ -154,18 +154,18 @@ def _most_sent_by_trees(plan: TransferPlan, num_hosts: int, num_locals: int, bas
     for rail in rails:
         for host, count in rail.items():
             read[host] += count
-    # Who is how far from whom: a convolution.
+    # Sums over the distances between hosts: a convolution.
     sent = torch.fft.irfft(torch.fft.rfft(targets) * torch.fft.rfft(read), n=num_hosts)
     return float(sent.max()) / num_rounds
 
 
 def _most_sent_along_lines(plan: TransferPlan, num_locals: int, dims: Sequence[int]) -> float:
-    """Returns how many chunks the busiest host sends in a round: each member of a line, but the last one."""
+    """Returns how many chunks the busiest host sends in a round: all members of a line but the last send."""
     rails, num_rounds = _owners(plan, num_locals)
     num_hosts = math.prod(dims)
     sent = [0] * num_hosts
     for read in rails:
-        rail = Counter[int]()  # partners pass on what extra hosts have read
+        rail = Counter[int]()  # partners forward chunks of extra hosts
         for host, count in read.items():
             rail[host % num_hosts] += count
         unit = 1

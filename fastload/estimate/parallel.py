@@ -1,16 +1,16 @@
-"""How a job of tensor, pipeline and data parallel ranks cuts a model, and so what each rank wants. Pure.
+"""The requests of ranks in a job with tensor, pipeline and data parallelism. Pure.
 
-Ranks are numbered as Megatron-LM numbers them: tensor parallel ranks are next to each other, then come the
-data parallel ones, then the stages of the pipeline.
+Ranks are numbered as in Megatron-LM: tensor-parallel ranks are adjacent, then data-parallel ranks, then
+pipeline stages.
 
-- Tensors with two dimensions or more are cut over the tensor parallel ranks: along dimension 1 if their name
-  is that of a row-parallel layer (`_ROW_PARALLEL`), along dimension 0 otherwise: column-parallel layers,
-  embeddings, experts. Norms and biases are replicated.
-- The first number in a name is that of a layer. Layers are dealt to the stages in order and evenly; what has
-  no number is in the first stage if it is an embedding, else in the last.
-- Fully sharded, data parallel ranks cut dimension 0 of what the tensor parallel ones have left of it.
+- Tensors with two or more dimensions are cut over the tensor-parallel ranks: along dimension 1 if their name
+  is that of a row-parallel layer (`_ROW_PARALLEL`), along dimension 0 otherwise (column-parallel layers,
+  embeddings, experts). Norms and biases are replicated.
+- The first number in a name is that of a layer. Layers are dealt to the stages evenly and in order. A tensor
+  without a number is in the first stage if it is an embedding, otherwise in the last.
+- With full sharding, data-parallel ranks cut dimension 0 of the tensor-parallel part.
 
-A real job may cut otherwise: names say little, and whoever has the model knows better.
+A real job may cut differently: names are only hints.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ASPECT = 128  # hidden size ÷ layers, as in GPT-3
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How many ranks share a model, and how.
+    """The parallelism of a job.
 
     Attributes:
-        tp: Tensor parallel ranks.
-        pp: Stages of the pipeline.
-        dp: Data parallel ranks: replicas, or parts of one.
-        fsdp: Whether they are parts of one: fully sharded.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        dp: Data-parallel ranks: replicas, or shards of one.
+        fsdp: Whether data-parallel ranks are shards of one replica.
     """
 
     tp: int = 1
@@ -61,7 +61,7 @@ class Parallel:
 
     @property
     def cuts(self) -> bool:
-        """Whether any rank holds less than the whole model."""
+        """Whether some rank holds less than the complete model."""
         return self.tp * self.pp > 1 or (self.fsdp and self.dp > 1)
 
     def __str__(self) -> str:
@@ -69,15 +69,15 @@ class Parallel:
 
 
 class Cut(NamedTuple):
-    """A tensor of a checkpoint, and how it is cut.
+    """A tensor of a checkpoint with its cut.
 
     Attributes:
         file: Index of the file.
         offset: First byte in the file.
         nbytes: Length in bytes.
-        shape: Its shape.
-        dim: The dimension that tensor parallel ranks cut; None if they all have it.
-        layer: Number of the layer that it is in; -1 before the first, the number of layers after the last.
+        shape: Shape of the tensor.
+        dim: The dimension that tensor-parallel ranks cut; None if it is replicated.
+        layer: Number of its layer; -1 before the first, the number of layers after the last.
     """
 
     file: int
@@ -90,11 +90,11 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What a job loads.
+    """The model that a job loads.
 
     Attributes:
-        tensors: In the order of their bytes.
-        num_layers: How many layers they are of.
+        tensors: Its tensors, in the order of their bytes.
+        num_layers: Number of layers.
     """
 
     tensors: Sequence[Cut]
@@ -107,7 +107,7 @@ class Model:
 
 
 def model_of_tensors(entries: Sequence[TensorEntry]) -> Model:
-    """Guesses by names how the tensors of a checkpoint are cut.
+    """Guesses the cuts of a checkpoint's tensors by their names.
 
     Raises:
         ManifestError: A tensor has a dtype that torch lacks.
@@ -125,14 +125,14 @@ def model_of_tensors(entries: Sequence[TensorEntry]) -> Model:
 
 
 def model_of_size(nbytes: int, parallel: Parallel) -> Model:
-    """Makes up the tensors of a checkpoint: a transformer of equal layers, some 128 times as wide as deep.
+    """Returns a transformer of a given size with equal layers, some 128 times as wide as deep.
 
-    A layer has four matrices of 2-byte elements, 3h × h and h × h, about 4h × h and h × 4h, of which the
-    second and the last are row-parallel; and the rest of its bytes, which is replicated. It is a file.
+    A layer has four matrices of 2-byte elements: 3h × h and h × h, about 4h × h and h × 4h. The second and
+    the last are row-parallel. The rest of its bytes is replicated. Each layer is a file.
 
     Args:
-        nbytes: Bytes of all of them together.
-        parallel: The job: all stages get as many layers.
+        nbytes: Bytes of all tensors.
+        parallel: The job; all stages get equally many layers.
     """
     depth = round((nbytes / _ITEM_BYTES / (12 * _ASPECT**2)) ** (1 / 3))
     num_layers = parallel.pp * max(1, -(-depth // parallel.pp))
@@ -149,7 +149,7 @@ def model_of_size(nbytes: int, parallel: Parallel) -> Model:
 
 
 def _matrices(nbytes: int, tp: int) -> list[tuple[tuple[int, int], int]]:
-    """Returns shapes that take no more than so many bytes, and which dimension of each is cut."""
+    """Returns shapes of at most `nbytes` bytes, each with the dimension that is cut."""
     hidden = int((nbytes / _ITEM_BYTES / 12) ** 0.5) // tp * tp
     if not hidden:
         return []
@@ -158,7 +158,7 @@ def _matrices(nbytes: int, tp: int) -> list[tuple[tuple[int, int], int]]:
 
 
 def requests_of(model: Model, parallel: Parallel) -> RankRequests:
-    """Returns what the ranks of a job want of a model.
+    """Returns the requests of the ranks of a job.
 
     Raises:
         OptionError: The pipeline has more stages than the model has layers.
@@ -182,7 +182,7 @@ def requests_of(model: Model, parallel: Parallel) -> RankRequests:
 
 
 def _stage(model: Model, stage: int, num_stages: int) -> tuple[array[int], array[int], list[Cut]]:
-    """Returns the tensors of a stage, of which kind each is, and one tensor of each kind."""
+    """Returns the tensors of a stage, the kind of each, and one tensor of each kind."""
     tensors, codes = array("I"), array("I")
     kinds: dict[tuple[object, ...], int] = {}
     examples: list[Cut] = []
@@ -198,7 +198,7 @@ def _stage(model: Model, stage: int, num_stages: int) -> tuple[array[int], array
 
 
 def _part(cut: Cut, column: int, replica: int, parallel: Parallel) -> Part:
-    """Returns what a rank wants of a tensor; nothing, if there is not enough of it for all."""
+    """Returns a rank's part of a tensor; empty if there are fewer elements than ranks."""
     offsets, sizes = [0] * len(cut.shape), list(cut.shape)
     for dim, index, count in (
         (cut.dim, column, parallel.tp),

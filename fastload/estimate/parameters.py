@@ -1,4 +1,4 @@
-"""How many parameters a model has: by its shape, its Hugging Face ``config.json``, or a checkpoint. Pure."""
+"""Counts the parameters of a model by its shape, its Hugging Face ``config.json``, or a checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastload.formats.state import OWN_PREFIX, children, leaves
 __all__ = ["Parameters", "of_checkpoint", "of_config", "of_shape"]
 
 _MOST = 10**9  # no size in a config is larger
-_FLOATS = ("F", "BF", "C")  # what starts the safetensors name of a dtype that parameters have
-# What optimizers of torch and Megatron call what they keep for each parameter.
+_FLOATS = ("F", "BF", "C")  # first letters of the safetensors dtypes of parameters
+# Names of the state that optimizers of torch and Megatron have for each parameter.
 _MOMENTS = frozenset(
     """
     acc_delta exp_avg exp_avg_sq exp_inf fp32_param grad_avg max_exp_avg_sq momentum_buffer square_avg
@@ -30,12 +30,12 @@ _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A number of parameters, and what is known of it.
+    """A number of parameters.
 
     Attributes:
         num: The number.
-        exact: Whether a model of that configuration has exactly so many.
-        source: Where the number is from, in words.
+        exact: Whether the number is exact for such a model.
+        source: Description of its origin.
     """
 
     num: int
@@ -54,10 +54,10 @@ def of_shape(*, num_layers: int, hidden: int, vocabulary: int, sequence: int) ->
         num_layers: Transformer layers l.
         hidden: Hidden size h.
         vocabulary: Tokens V.
-        sequence: Positions s that have an embedding.
+        sequence: Positions s with an embedding.
 
     Raises:
-        OptionError: One of them is not a whole number above 0.
+        OptionError: An argument is not a whole number above 0.
     """
     require_whole(num_layers=num_layers, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
     num = _megatron(num_layers, hidden, vocabulary, sequence)
@@ -73,7 +73,7 @@ def of_config(config: Mapping[str, Any]) -> Parameters:
     do not); for any other dense transformer an estimate by Megatron's formula without positions.
 
     Raises:
-        OptionError: Fields are missing or not sizes, or nothing can be said of such a model.
+        OptionError: Fields are missing or not sizes, or the model is not a known kind.
     """
     fields = _Fields(config)
     kind = fields.kind
@@ -90,9 +90,9 @@ def of_config(config: Mapping[str, Any]) -> Parameters:
 def of_checkpoint(manifest: Manifest) -> Parameters:
     """Counts the parameters of the model in a checkpoint.
 
-    What an optimizer keeps is not counted: what lies in a dict with ``state`` and ``param_groups``, or next
-    to a tensor with a name such as ``exp_avg``. Nor are averages of the model: tensors below a name such as
-    ``ema``, if as many others have their shapes.
+    Optimizer state is not counted: tensors in a dict with ``state`` and ``param_groups``, or next to a tensor
+    with a name such as ``exp_avg``. Nor are averages of the model: tensors below a name such as ``ema``, if
+    as many others have their shapes.
     """
     floats = [
         entry
@@ -119,7 +119,7 @@ def _num_elements(entries: Iterable[TensorEntry]) -> int:
 
 
 def _optimizer_names(manifest: Manifest, names: Iterable[str]) -> set[str]:
-    """Returns the names of what optimizers keep."""
+    """Returns the names of optimizer state."""
     found = set[str]()
     if manifest.structure is not None:
         _find_optimizers(manifest.structure, "", found)
@@ -159,7 +159,7 @@ _HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
 
 
 class _Fields:
-    """A config that a stranger wrote: every field is looked at before it is used."""
+    """An untrusted config: every field is checked before use."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if not isinstance(config, Mapping):
@@ -174,7 +174,7 @@ class _Fields:
         self.architecture = names[0] if names and isinstance(names[0], str) else ""
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Returns the first of the fields that is there."""
+        """Returns the first of the fields that exists."""
         for name in names:
             value = self._config.get(name)
             if value is None:
@@ -203,7 +203,7 @@ class _Fields:
 
     @property
     def head(self) -> str:
-        """What is on top: ``lm`` predicts tokens, `` `` is nothing, ``?`` is something else."""
+        """The head: ``lm`` predicts tokens, empty for none, ``?`` for another one."""
         if not self.architecture or self.architecture.endswith(_WITH_HEAD):
             return "lm"
         return "" if self.architecture.endswith("Model") else "?"
@@ -225,12 +225,12 @@ def _megatron(num_layers: int, hidden: int, vocabulary: int, sequence: int) -> i
     return 12 * num_layers * hidden**2 + 13 * num_layers * hidden + (vocabulary + sequence) * hidden
 
 
-# What follows counts one architecture each: (number, whether it is exact).
+# Each of these functions counts one architecture, and returns (number, whether it is exact).
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoder:
-    """What makes one Llama-like decoder different from another."""
+    """The differences between Llama-like decoders."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -258,7 +258,7 @@ class _Decoder:
 
     def _attention(self, fields: _Fields, hidden: int) -> int:
         heads = fields.size("num_attention_heads")
-        # Only Llama's first configs leave out how many heads share their keys: none.
+        # Only Llama's first configs lack this field: no heads share keys.
         shared = fields.size("num_key_value_heads", default=heads if fields.kind == "llama" else None)
         per_head = fields.size("head_dim", default=self.head_dim or hidden // heads)
         query, key = heads * per_head, shared * per_head
@@ -336,7 +336,7 @@ def _bert(fields: _Fields) -> tuple[int, bool]:
 
 
 def _block(hidden: int, inner: int) -> int:
-    """A transformer layer of the plain kind: biases everywhere, two norms with weight and bias."""
+    """Counts a plain transformer layer: biases everywhere, two norms with weight and bias."""
     attention, mlp = 4 * (hidden * hidden + hidden), 2 * hidden * inner + inner + hidden
     return attention + mlp + 4 * hidden
 

@@ -1,14 +1,14 @@
-"""Predicts loads in which ranks want different bytes: the routed plan, run through the model of `simulate`.
+"""Predicts sharded loads: the real plan, run through the model of `simulate`.
 
 Differences from the model of a replicated load:
 
 - Each round takes as long as its busiest host or rank. Real ranks need not advance in step, so a load may be
   faster if they are busy at different times.
-- A rank receives and sends at most `rank_bytes_per_s` each way. It packs strided bytes, and places what it
-  receives, at `copy_bytes_per_s`. A message is passed on once it is complete.
+- A rank receives and sends at most `rank_bytes_per_s` each way. It packs strided bytes, and places received
+  bytes, at `copy_bytes_per_s`. A message is passed on once it is complete.
 - Messages go over TCP through host memory, also to tensors on CUDA devices.
-- Through a mount, where each rank reads one range, more is exchanged than predicted here.
-- Exchanging requests and planning takes seconds with many thousand ranks; `Cluster.before_s` leaves that out.
+- Through a mount, each rank reads one range, and more bytes are exchanged than predicted here.
+- `Cluster.before_s` leaves out the exchange of requests and the planning, seconds with many thousand ranks.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _PACKING = "packing"
 
 @dataclass(frozen=True)
 class ShardedLoad:
-    """A model, and the job that loads it.
+    """A model and the job that loads it.
 
     Attributes:
-        model: What is loaded.
-        parallel: How its ranks share it.
-        cluster: The world that they are in: as many ranks.
+        model: The model.
+        parallel: The parallelism of the job.
+        cluster: The cluster, with as many ranks.
     """
 
     model: Model
@@ -65,17 +65,17 @@ class ShardedLoad:
 
     @cached_property
     def requests(self) -> RankRequests:
-        """What each rank wants."""
+        """The requests of all ranks."""
         return requests_of(self.model, self.parallel)
 
     @cached_property
     def sharing(self) -> SharingGroups:
-        """What all ranks want, sorted by who wants it."""
+        """The sharing groups of these requests."""
         return SharingGroups(self.model.tensors, self.requests, 0)
 
     @cached_property
     def held_bytes(self) -> tuple[int, ...]:
-        """What the ranks of each request hold."""
+        """Bytes that the ranks of each request hold."""
         held: dict[int, int] = dict.fromkeys((ranks[0] for ranks in self.requests.ranks), 0)
         for wanted in self.sharing.wanted_bytes:
             for group, wanted_bytes in wanted.items():
@@ -86,7 +86,7 @@ class ShardedLoad:
 
     @cached_property
     def least_s(self) -> float:
-        """How long it takes at least: a byte leaves the storage once, and enters each host that wants it."""
+        """A lower bound in seconds: a byte leaves the storage once, and enters each host that requests it."""
         cluster = self.cluster
         per_host: dict[int, int] = defaultdict(int)
         for wanted in self.sharing.wanted_bytes:
@@ -102,7 +102,7 @@ class ShardedLoad:
         """Predicts the load with one of the `STRATEGIES`.
 
         Args:
-            strategy: Which one.
+            strategy: The strategy.
             staging_bytes: As in `LoadOptions`.
             chunk_bytes: As in `LoadOptions`.
 
@@ -126,7 +126,7 @@ class ShardedLoad:
         return _predict(decision, plan, columns, cluster, sum(nbytes_alone) or plan.total_bytes)
 
     def _nbytes_alone(self) -> list[int]:
-        """Returns what each rank reads, if it reads for itself: of rows also what it has no columns of."""
+        """Returns the bytes that each rank reads if it reads for itself: always complete rows."""
         tensors, requests = self.model.tensors, self.requests
         counts: dict[bytes, Counter[tuple[int, int]]] = {}
         known: dict[tuple[Part, int], int] = {}
@@ -147,13 +147,13 @@ class ShardedLoad:
         return read
 
     def _sharing_alone(self, nbytes_alone: Sequence[int]) -> SharingGroups:
-        """Returns what the rank reads that reads most."""
+        """Returns the sharing group of the rank that reads most."""
         request = self.requests.of(nbytes_alone.index(max(nbytes_alone)))
         return SharingGroups(self.model.tensors, RankRequests((request,), ((0,),)), 0)
 
 
 def _columns_alone(plan: RoutedPlan, nbytes: Sequence[int], ranks_per_host: int) -> list[RoundTraffic]:
-    """Returns what moves if each rank reads for itself: the same in all columns."""
+    """Returns the traffic if each rank reads for itself: the same in all columns."""
     num_columns = min(plan.num_rounds, _NUM_COLUMNS_ALONE)
     starts = range(0, len(nbytes), ranks_per_host)
     per_host = max(sum(nbytes[start : start + ranks_per_host]) for start in starts)
@@ -203,7 +203,7 @@ def _predict(
 
 
 def _limits(column: RoundTraffic, cluster: Cluster) -> dict[str, float]:
-    """Returns what a column takes on each part of the world, in seconds."""
+    """Returns the seconds that a column takes on each resource."""
     copy_bytes_per_s = cluster.cost("copy_bytes_per_s")
     return {
         STORAGE: column.read / cluster.storage_bytes_per_s,
@@ -227,7 +227,7 @@ def _stages(column: RoundTraffic, cluster: Cluster, alone: bool) -> Stages:
 
 
 def _exchanged_bytes(plan: RoutedPlan) -> int:
-    """Returns what all ranks receive: what they want and have not read."""
+    """Returns the bytes that all ranks receive: requested ones that they have not read."""
     sharing, own = plan.sharing, 0.0
     wanted = sum(len(group) * nbytes for groups in sharing.wanted_bytes for group, nbytes in groups.items())
     members = [

@@ -61,28 +61,28 @@ STRATEGIES = ("allgather", "broadcast", "direct")
 _MAX_DIRECT_READS = 8
 LATENCY_SHOWS = 1.1
 
-# Assumed, of the order that one core of TCP and a copy to memory touched for the first time take.
+# Assumptions, of the order of one core's TCP, and of a copy to fresh memory.
 _GLOO = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
 _NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # assumptions
 
-# Of the first load of a group: counted, and measured with `scripts/bench_load.py agree` (docs/benchmarks.md).
+# First load of a group: counted, and measured with `scripts/bench_load.py agree` (docs/benchmarks.md).
 _NUM_AGREEMENTS = 3
 _TREE_BASE = 8
 _HOP_S = 16e-6 + 50e-6  # from rank to rank; the network is an assumption
 _RESPONSE_S = 8e-6  # to take the response of a rank below, or to send it the decision
-_DECISION_S = 40e-6  # until the store has it
-_REPORT_S, _REPORT_BYTES = 1e-6, 35  # of a rank, to all others; in all agreements together
-_NUM_REQUESTS = 1.125  # one of each rank, one more of one in eight
+_DECISION_S = 40e-6  # to store the decision
+_REPORT_S, _REPORT_BYTES = 1e-6, 35  # report of a rank to all others, in all agreements together
+_NUM_REQUESTS = 1.125  # one of each rank, and a second one of every eighth rank
 _REQUEST_S = 5.6e-6
 
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
-WAY, BEFORE = "the way from rank to rank", "what comes before the first read"
+WAY, BEFORE = "hops from rank to rank", "the time before the first read"
 
 _NUM_SIMULATED = 6144  # rounds; of a longer load the middle is extrapolated
-_NUM_TYPICAL = 96  # rounds that the picture of that middle is made of
-_PERIOD = 1536  # rounds, over which their pace is measured: a multiple of every depth
-_NOTHING = 1e-9  # what rounding leaves of a read
+_NUM_TYPICAL = 96  # rounds that represent that middle in the timeline
+_PERIOD = 1536  # rounds over which the pace is measured: a multiple of every depth
+_NOTHING = 1e-9  # rounding error of a read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +90,22 @@ class Cluster:
     """Hosts, and the rates of their links and storage: goodput in bytes per second.
 
     Attributes:
-        num_hosts: Hosts.
-        ranks_per_host: Ranks on each of them.
-        host_bytes_per_s: A host's network link, each way.
-        storage_bytes_per_s: What storage delivers to all hosts together.
-        host_storage_bytes_per_s: What storage delivers to one host at most.
+        num_hosts: Number of hosts.
+        ranks_per_host: Ranks on each host.
+        host_bytes_per_s: Rate of a host's network link, each way.
+        storage_bytes_per_s: Rate of storage to all hosts together.
+        host_storage_bytes_per_s: Highest rate of storage to one host.
         nccl: Whether the exchange is NCCL between devices, not Gloo between hosts.
-        rank_bytes_per_s: What a rank can receive and pass on; None for 1.6 GB/s, with NCCL no limit.
-        copy_bytes_per_s: What a rank can place; None for 2 GB/s, with NCCL no limit.
-        message_s: What a hop costs beyond its bytes; None for 80 µs, with NCCL 10 µs.
-        inner_bytes_per_s: What a device receives from the others of its host: an assumption, for NVLink
-            driven by few multiprocessors.
-        call_s: What a collective costs the rank that calls it: an assumption.
+        rank_bytes_per_s: Rate at which a rank receives and forwards; None for 1.6 GB/s, with NCCL no limit.
+        copy_bytes_per_s: Rate at which a rank places bytes; None for 2 GB/s, with NCCL no limit.
+        message_s: Cost of a hop besides its bytes; None for 80 µs, with NCCL 10 µs.
+        inner_bytes_per_s: Rate between the devices of a host: an assumption, for NVLink driven by few
+            multiprocessors.
+        call_s: Cost of a collective to its caller: an assumption.
         request_s: Time to the first byte of a read.
         opening_s: Time before the first read, agreements excluded.
-        agreeing_s: Time of the agreements; None for that of the first load of a group, whose ranks build
-            their tree while the first one reads the headers.
+        agreeing_s: Time of the agreements; None for the first load of a group, whose ranks build their tree
+            while the first one reads the headers.
 
     Raises:
         OptionError: A number is out of range.
@@ -159,11 +159,11 @@ class Cluster:
 
     @property
     def host_names(self) -> list[str]:
-        """A name for the host of each rank."""
+        """Host name of each rank."""
         return [f"host{rank // self.ranks_per_host}" for rank in range(self.num_ranks)]
 
     def decide(self, strategy: str) -> StrategyChoice:
-        """Returns what a load with a strategy does, where all ranks can read."""
+        """Returns the choice for a strategy if all ranks can read."""
         return choose_strategy(
             strategy,
             world_size=self.num_ranks,
@@ -175,12 +175,12 @@ class Cluster:
 
     @property
     def client_bytes_per_s(self) -> float:
-        """What one host alone can get from storage."""
+        """Highest rate of storage to one host."""
         return min(self.storage_bytes_per_s, self.host_storage_bytes_per_s, self.host_bytes_per_s)
 
     @property
     def all_clients_bytes_per_s(self) -> float:
-        """What all hosts together can get from storage."""
+        """Highest rate of storage to all hosts together."""
         each = min(self.host_storage_bytes_per_s, self.host_bytes_per_s)
         return min(self.storage_bytes_per_s, self.num_hosts * each)
 
@@ -192,13 +192,13 @@ class Prediction:
     Attributes:
         decision: The strategy; ``direct``, whatever was asked, if there is nothing to exchange.
         plan: The real plan; with ``direct`` that of one rank for itself.
-        total_s: Until every rank has everything.
-        storage_bytes: What leaves the storage.
-        exchanged_bytes: What ranks receive from each other, all of them together.
+        total_s: Seconds until every rank has everything.
+        storage_bytes: Bytes read from storage.
+        exchanged_bytes: Bytes that all ranks together receive from each other.
         levels: The same, by level; empty if there is nothing to exchange.
         limits: Seconds that a round takes on each resource.
         bound_by: The bottleneck.
-        timeline: What one of the readers does; other ranks do the same without the reads.
+        timeline: The work of one reader; other ranks do the same without the reads.
     """
 
     decision: StrategyChoice
@@ -217,8 +217,8 @@ class ReplicatedLoad:
     """A load of everything into every rank.
 
     Attributes:
-        tensors: In manifest order.
-        cluster: The ranks, and what connects them.
+        tensors: The tensors in manifest order.
+        cluster: The cluster.
         is_mounted: Whether the load goes through a mount, which reads ahead; see `TransferPlan`.
     """
 
@@ -233,12 +233,12 @@ class ReplicatedLoad:
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
-        """What ranks hold in the end: all of them everything."""
+        """Bytes that ranks hold in the end: everything."""
         return (self.nbytes,)
 
     @property
     def least_s(self) -> float:
-        """How long it takes at least: every byte leaves the storage once, and enters each host."""
+        """A lower bound in seconds: every byte leaves the storage once, and enters each host."""
         cluster = self.cluster
         return self.nbytes / min(cluster.all_clients_bytes_per_s, cluster.host_bytes_per_s)
 
@@ -246,7 +246,7 @@ class ReplicatedLoad:
         """Predicts the load with one of the `STRATEGIES`.
 
         Args:
-            strategy: Which one.
+            strategy: The strategy.
             staging_bytes: As in `LoadOptions`.
             chunk_bytes: As in `LoadOptions`.
 
@@ -271,7 +271,7 @@ class ReplicatedLoad:
         costs = _Costs.of(plan, cluster, alone=alone)
         events, moving_s = RankRounds(
             num_rounds=plan.num_rounds,
-            # One staging buffer is for ranks of the host that are a round behind.
+            # One staging buffer is kept for ranks of the host that are a round behind.
             depth=max(1, plan.depth - 1) if shares_memory else plan.depth,
             num_reads=plan.ahead or num_reads(plan.depth, alone=alone),
             ahead=plan.ahead,
@@ -295,7 +295,7 @@ class ReplicatedLoad:
 
 @dataclass(frozen=True)
 class _Costs:
-    """What a full round takes.
+    """The costs of a full round.
 
     Attributes:
         stages: Its stages.
@@ -309,7 +309,7 @@ class _Costs:
 
     @classmethod
     def of(cls, plan: TransferPlan, cluster: Cluster, *, alone: bool) -> _Costs:
-        """Derives them from the plan."""
+        """Computes the costs of a plan."""
         chunk = plan.chunk_bytes_of(0) if plan.num_rounds else 0
         num_reading = cluster.num_ranks if alone else plan.windows.most_readers
         on_host = cluster.ranks_per_host if alone else _most_on_one_host(plan, cluster)
@@ -330,13 +330,13 @@ class _Costs:
         return cls(stages, limits, exchange.levels)
 
     def stages_of(self, plan: TransferPlan) -> Callable[[int], Stages]:
-        """Returns what a round of the plan takes: only the last may be shorter."""
+        """Returns the stages of each round of the plan: only the last may be shorter."""
         last = plan.chunk_bytes_of(plan.num_rounds - 1) if plan.num_rounds else 0
         shorter = self.stages.times(last / plan.chunk_bytes_of(0)) if last else self.stages
         return lambda index: shorter if index == plan.num_rounds - 1 else self.stages
 
     def bound_by(self, pace_s: float) -> str:
-        """Names what is busiest, unless even that is idle for much of the time between two rounds."""
+        """Returns the busiest resource, or `WAY` if even that is mostly idle between two rounds."""
         name = max(self.limits, key=lambda name: self.limits[name])
         if pace_s > LATENCY_SHOWS * self.limits[name] and self.stages.transit_s > self.stages.exchange_s:
             return WAY
@@ -344,24 +344,24 @@ class _Costs:
 
 
 def _agreeing_s(num_ranks: int) -> float:
-    """Returns what ranks take to agree in one load."""
+    """Returns the seconds of the agreements in one load."""
     levels, least = 0, 1
     while least < num_ranks:
         levels, least = levels + 1, least * _TREE_BASE
     step_s = 2 * levels * (_HOP_S + (_TREE_BASE - 1) * _RESPONSE_S) + _DECISION_S
-    # On its way up, to the store and back, and down.
+    # up the tree, to the store and back, and down
     report_bytes = num_ranks * _REPORT_BYTES * (1 + 2 + levels * (_TREE_BASE - 1))
     reports_s = num_ranks * _REPORT_S + report_bytes / _GLOO["rank_bytes_per_s"]
     return _NUM_AGREEMENTS * step_s + reports_s
 
 
 def num_reads(depth: int, *, alone: bool) -> int:
-    """Returns how many chunks a rank reads at once."""
+    """Returns the number of chunks that a rank reads at once."""
     return min(depth, _MAX_DIRECT_READS) if alone else max(1, depth // 2)
 
 
 def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> float:
-    """Returns how many chunks of a round one host reads, on average of those that are read at once."""
+    """Returns the most chunks of a round that one host reads, averaged over rounds that are read at once."""
     num_rounds = max(1, min(plan.ahead, plan.num_windows))
     windows = plan.windows.readers[:num_rounds]
     counts = Counter(rank // cluster.ranks_per_host for readers in windows for rank in readers)
@@ -369,14 +369,14 @@ def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> float:
 
 
 class Interval(NamedTuple):
-    """When one stage of one round is under way on a rank.
+    """The interval of one stage of a round on a rank.
 
     Attributes:
         stage: ``read``, ``exchange`` or ``place``.
-        begin_s: Since the load began.
-        end_s: Since the load began.
-        first_round: The round.
-        num_rounds: How many of them, if the interval stands for several that follow each other.
+        begin_s: Begin, in seconds since the start of the load.
+        end_s: End, likewise.
+        first_round: Number of the round.
+        num_rounds: Number of consecutive rounds that the interval represents.
     """
 
     stage: str
@@ -386,19 +386,19 @@ class Interval(NamedTuple):
     num_rounds: int = 1
 
     def later(self, by_s: float, by_rounds: int = 0) -> Interval:
-        """Returns the same, moved."""
+        """Returns the interval, moved."""
         moved = self._replace(begin_s=self.begin_s + by_s, end_s=self.end_s + by_s)
         return moved._replace(first_round=self.first_round + by_rounds)
 
 
 class Stages(NamedTuple):
-    """What the stages of one round take, were each of them alone; in seconds.
+    """Durations of the stages of one round, each without the others, in seconds.
 
     Attributes:
-        read_s: Reading the chunks of all readers.
-        exchange_s: From its start to the next one's.
-        transit_s: From its start to its end.
-        place_s: Placing it.
+        read_s: Time to read the chunks of all readers.
+        exchange_s: From the start of its exchange to the start of the next one.
+        transit_s: From the start to the end of its exchange.
+        place_s: Time to place the chunks.
     """
 
     read_s: float
@@ -407,7 +407,7 @@ class Stages(NamedTuple):
     place_s: float = 0.0
 
     def times(self, factor: float) -> Stages:
-        """Returns those of a longer or shorter round."""
+        """Returns the stages of a longer or shorter round."""
         return Stages(*(value * factor for value in self))
 
 
@@ -415,11 +415,11 @@ class RankRounds:
     """The rounds of one reader; times are seconds since the first of them was posted.
 
     Args:
-        num_rounds: How many there are.
-        depth: How many may be in flight.
-        num_reads: Of how many of them chunks are read at once.
-        ahead: Rounds, from the first in flight, of which chunks may be read; 0 for those in flight.
-        stages: Returns what a round takes. Rounds that are skipped take as long as those before them.
+        num_rounds: Number of rounds.
+        depth: Rounds in flight.
+        num_reads: Chunks read at once.
+        ahead: Rounds, from the first in flight, whose chunks may be read; 0 for those in flight.
+        stages: Returns the stages of a round. Skipped rounds take as long as those before them.
         request_s: Time to the first byte of a read.
         alone: Whether nothing is exchanged.
     """
@@ -448,7 +448,7 @@ class RankRounds:
         self._next_start_s = self._done_s = 0.0
 
     def run(self) -> tuple[list[Interval], float]:
-        """Returns what the rank does and how long it takes."""
+        """Returns the timeline of the rank, and its duration in seconds."""
         self._simulate()
         if not self._placed:
             return [], 0.0
@@ -457,7 +457,7 @@ class RankRounds:
         return self._stretched()
 
     def _stretched(self) -> tuple[list[Interval], float]:
-        """Puts the rounds that were not simulated into the middle, at the pace of those before."""
+        """Inserts the skipped rounds into the middle, at the pace of those before."""
         middle = self._num_rounds // 2
         begin_s = self._placed[middle]
         more_s = self._skipped * (begin_s - self._placed[middle - _PERIOD]) / _PERIOD
@@ -466,7 +466,7 @@ class RankRounds:
         return [*head, *self._typical(middle, more_s), *tail], self._placed[-1] + more_s
 
     def _typical(self, middle: int, more_s: float) -> Iterator[Interval]:
-        """Shows the rounds left out as the last ones before them in slow motion: as busy, and as idle."""
+        """Yields intervals for the skipped rounds: the last rounds before them, slowed down."""
         begin_s, end_s = self._placed[middle - _NUM_TYPICAL], self._placed[middle]
         slower, num_rounds = more_s / max(end_s - begin_s, 1e-12), max(1, self._skipped // _NUM_TYPICAL)
         for event in self._events:
@@ -481,7 +481,7 @@ class RankRounds:
                 )
 
     def _simulate(self) -> None:
-        """Goes from event to event: a chunk may be read, a read's first byte comes, or its last."""
+        """Advances from event to event: a read may start, its first byte arrives, or its last."""
         posted = [0.0] * min(self._ahead, self._num_rounds)
         flying: list[_Read] = []
         ended: dict[int, float] = {}
@@ -512,13 +512,13 @@ class RankRounds:
                     posted.append(self._placed[-1])
 
     def _stages_of(self, index: int) -> Stages:
-        """Returns what a round takes: the second half of those simulated are the last ones of the load."""
+        """Returns the stages of a simulated round; the second half are the last rounds of the load."""
         return self._stages(index + self._skipped if index > self._num_rounds // 2 else index)
 
     def _pass_on(self, index: int, ready_s: float) -> None:
         """Exchanges and places a round."""
         if self._alone:
-            self._placed.append(max([ready_s, *self._placed[-1:]]))  # finished in order, like any round
+            self._placed.append(max([ready_s, *self._placed[-1:]]))  # rounds finish in order
             return
         stages = self._stages_of(index)
         posted_s = self._placed[index - self._depth] if index >= self._depth else 0.0
@@ -533,7 +533,7 @@ class RankRounds:
 
 @dataclass
 class _Read:
-    """A read in flight; `left_s` is what it still takes if no other is in flight."""
+    """A read in flight; `left_s` is its remaining time without other reads."""
 
     index: int
     left_s: float

@@ -1,4 +1,4 @@
-"""How large a checkpoint is and what moving it asks of storage. Pure arithmetic, every unit in a name."""
+"""The size of a checkpoint, and the bandwidth to save and restore it. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a checkpoint keeps of each parameter.
+    """The values that a checkpoint has for each parameter.
 
     Attributes:
         bytes_per_parameter: Bytes of a checkpoint for each parameter.
@@ -61,7 +61,7 @@ def checkpoint_bytes(num_parameters: int, bytes_per_parameter: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How a job is spread: TP × PP × DP GPUs, those of a replica next to each other. Made by `topology`.
+    """The layout of a job: TP × PP × DP GPUs, those of a replica adjacent. Made by `topology`.
 
     Attributes:
         tp: Tensor-parallel ranks.
@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def num_gpus_per_replica(self) -> int:
-        """GPUs that hold the model once: the writers, where one replica writes."""
+        """GPUs of one replica, which write if one replica writes."""
         return self.tp * self.pp
 
     @property
@@ -100,7 +100,7 @@ def topology(
     num_gpus: int | None = None,
     num_hosts: int | None = None,
 ) -> Topology:
-    """Works out how a job is spread, and refuses numbers that contradict each other.
+    """Computes the layout of a job, and refuses contradictory numbers.
 
     Args:
         tp: Tensor-parallel ranks.
@@ -134,7 +134,7 @@ def topology(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One way to move a checkpoint, and what it asks for.
+    """One way to move a checkpoint, with the bandwidth that it needs.
 
     Attributes:
         what: ``save`` or ``restore``.
@@ -158,7 +158,7 @@ class Transfer:
 
 
 def transfers(nbytes: int, world: Topology, time_s: float) -> tuple[Transfer, ...]:
-    """Says what it takes to save and to restore a checkpoint within a time.
+    """Returns the bandwidths to save and to restore a checkpoint within a time.
 
     One writer per shard of the model and a restore in which every replica reads everything are how it is
     commonly done (Narayanan et al., SC 2021); all ranks that share the bytes, each once, is

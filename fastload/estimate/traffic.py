@@ -1,8 +1,8 @@
 """Traffic of a routed load over time, on one host of each kind. Pure arithmetic on the real plan.
 
-Rounds are aggregated into columns of equal length. Hosts are of one kind if their ranks want the same; only
-the first of each kind is evaluated, rank by rank and share by share. The bytes that ranks request of a
-sharing group are taken to be spread evenly over it.
+Rounds are aggregated into columns of equal length. Hosts are of one kind if their ranks make the same
+requests; only the first of each kind is evaluated, rank by rank and share by share. The bytes that ranks
+request of a sharing group are assumed to be spread evenly over it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _MOST_COLUMNS = 256
 
 
 class RoundTraffic(NamedTuple):
-    """What some rounds move that follow each other; in bytes, of the host or rank with the most of it.
+    """Bytes that consecutive rounds move, on the host or rank with the most.
 
     Attributes:
-        num_rounds: How many rounds they are; need not be a whole number.
-        read: What leaves the storage, for all hosts together.
-        host_read: What a host reads.
-        host_in: What a host reads, or receives from others.
-        host_out: What a host sends to others.
-        rank_through: What a rank receives, or sends, whichever is more.
-        rank_packed: What a rank packs to be sent.
-        rank_placed: What a rank takes to where it belongs, but what it has read right there.
-        rank_messages: How many messages a rank receives, or begins to send.
-        way: What goes from host to host one after the other until the last one has a message of a round.
-        num_hops: From rank to rank, until the last one has it.
+        num_rounds: Number of rounds; need not be a whole number.
+        read: Read from storage by all hosts together.
+        host_read: Read by a host.
+        host_in: Read by a host, or received from other hosts.
+        host_out: Sent by a host to other hosts.
+        rank_through: Received or sent by a rank, whichever is more.
+        rank_packed: Packed by a rank before it sends.
+        rank_placed: Placed by a rank, without bytes that were read in place.
+        rank_messages: Number of messages that a rank receives or begins to send.
+        way: Bytes sent from host to host in sequence until the last host has a message.
+        num_hops: Hops from rank to rank until the last one has it.
     """
 
     num_rounds: float
@@ -51,11 +51,11 @@ class RoundTraffic(NamedTuple):
 
 
 def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[RoundTraffic]:
-    """Returns what the rounds of a plan move, in order.
+    """Returns the traffic of the rounds of a plan, in order.
 
     Args:
-        plan: The plan, for ranks in the order of their numbers.
-        ranks_per_host: Ranks on each host, those of a host with numbers that follow each other.
+        plan: The plan.
+        ranks_per_host: Ranks on each host; those of a host are consecutive.
     """
     grid = _Grid.of(plan)
     read = grid.series()
@@ -74,7 +74,7 @@ def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[RoundTraffic]:
 
 
 def _host_values(ranks: Sequence[_Traffic]) -> list[list[float]]:
-    """Returns what `RoundTraffic` has of a host from `host_read` to `rank_messages`."""
+    """Returns the fields of `RoundTraffic` from `host_read` to `rank_messages`, for one host."""
     of = {kind: [traffic[kind].totals() for traffic in ranks] for kind in _KINDS}
     return [
         _each(sum, of["read"]),
@@ -103,7 +103,7 @@ def _hosts(plan: RoutedPlan, ranks_per_host: int) -> Iterator[range]:
 
 
 class _Span(NamedTuple):
-    """Which columns a share is read in, and which part of it in the first, the last, and each in between."""
+    """The columns in which a share is read, and its fractions in the first, the last, and each other one."""
 
     first: int
     last: int
@@ -117,9 +117,9 @@ class _Grid:
     """The columns.
 
     Attributes:
-        num_columns: How many there are.
-        num_rounds: Rounds of each.
-        chunk_bytes: Of the plan.
+        num_columns: Number of columns.
+        num_rounds: Rounds in each.
+        chunk_bytes: Chunk size of the plan.
     """
 
     num_columns: int
@@ -146,7 +146,7 @@ class _Grid:
 
 
 class _Series(NamedTuple):
-    """Something that is moved, column by column: single values, and steps up and down of all that follow."""
+    """Traffic by column, as single values and as steps that change all later columns."""
 
     at: list[float]
     steps: list[float]
@@ -164,11 +164,11 @@ class _Series(NamedTuple):
 
 _KINDS = ("read", "received", "sent", "packed", "placed", "messages")
 _Traffic = dict[str, _Series]
-"""By kind, what one rank reads, receives from other hosts, sends to them, packs and places."""
+"""Bytes of one rank by kind: read, received from other hosts, sent to them, packed, placed."""
 
 
 def _traffic(plan: RoutedPlan, grid: _Grid, ranks: Sequence[int], ranks_per_host: int) -> dict[int, _Traffic]:
-    """Returns what some ranks move."""
+    """Returns the traffic of some ranks."""
     traffic = {rank: {kind: grid.series() for kind in _KINDS} for rank in ranks}
     shares = defaultdict(list)
     for share in plan.shares:
@@ -192,11 +192,11 @@ def _traffic(plan: RoutedPlan, grid: _Grid, ranks: Sequence[int], ranks_per_host
 
 @dataclass(frozen=True)
 class _Members:
-    """Ranks that want the same, and their hosts, which messages go around as a ring.
+    """The members of a sharing group and their hosts, along which messages go as a ring.
 
     Attributes:
         ranks: The ranks.
-        hosts: Their hosts, ascending, with how many of the ranks each has.
+        hosts: Number of members on each host, by host, ascending.
         ranks_per_host: Ranks of each host, members or not.
         num_hosts: Hosts of the job.
     """
@@ -212,7 +212,7 @@ class _Members:
         return cls(ranks, dict(sorted(counts.items())), ranks_per_host, num_hosts)
 
     def is_last(self, host: int, reader_host: int) -> bool:
-        """Whether messages from a host come to this one last, after the others in the ring."""
+        """Whether this host is the last in the ring for messages from a given host."""
         order = list(self.hosts)
         after = order[(order.index(host) + 1) % len(order)]
         return self._steps(host, reader_host) <= self._steps(host, after)
@@ -224,9 +224,9 @@ class _Members:
 def _receive(
     traffic: _Traffic, rank: int, members: _Members, share: Share, span: _Span, part: float, grid: _Grid
 ) -> None:
-    """Adds what a rank receives of a share that another one reads, and what it passes on.
+    """Adds the bytes that a rank receives of another rank's share, and those that it forwards.
 
-    A message enters a host once: the members there take turns to receive, and share memory.
+    A message enters a host once: its members receive in turn, and share memory.
     """
     nbytes = part * (share.end - share.begin)
     traffic["placed"].add(span, nbytes)
@@ -243,7 +243,7 @@ def _receive(
 def _send(
     traffic: _Traffic, share: Share, span: _Span, parts: Sequence[tuple[_Members, float]], grid: _Grid
 ) -> None:
-    """Adds what a rank reads, packs, and sends to the first host of each group."""
+    """Adds the bytes that a rank reads, packs, and sends to the first host of each group."""
     length = share.end - share.begin
     traffic["read"].add(span, length)
     for members, part in parts:
@@ -261,7 +261,7 @@ def _num_chunks(share: Share, grid: _Grid) -> float:
 
 
 def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[list[float], list[float]]:
-    """Returns `way` and `num_hops` of each column: of the sharing groups that are read then, the longest."""
+    """Returns `way` and `num_hops` of each column: the longest over the sharing groups read in it."""
     ways, hops = ([0.0] * grid.num_columns for _ in range(2))
     spans: dict[int, list[float]] = {}
     for share in plan.shares:

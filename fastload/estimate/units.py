@@ -1,4 +1,4 @@
-"""Quantities with their units, in and out: ``13.8 TB``, ``400 Gbit/s``, ``5 min``.
+"""Parses and formats quantities with units: ``13.8 TB``, ``400 Gbit/s``, ``5 min``.
 
 Strict on purpose: a unit is always given and spelled in one way, so that GB and GiB, or Gbit/s and
 GB/s, are never taken for each other.
@@ -26,11 +26,11 @@ _FRACTIONS: Mapping[str, int | Decimal] = {"%": Decimal("0.01")}
 _NO_UNITS: Mapping[str, int | Decimal] = {"": 1}
 
 _QUANTITY = re.compile(r"([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?)\s*(\S*)", re.ASCII)
-_MOST = Decimal("1e24")  # far above every checkpoint; what is beyond is a slip of the keyboard
+_MOST = Decimal("1e24")  # far above every checkpoint; larger numbers are typing errors
 
 
 def parse_size_bytes(text: str) -> int:
-    """Reads a size such as ``13.8 TB`` or ``64GiB`` into bytes.
+    """Parses a size such as ``13.8 TB`` or ``64GiB`` into bytes.
 
     Raises:
         OptionError: It is not a number above 0 with a known unit; so do the functions below.
@@ -39,17 +39,17 @@ def parse_size_bytes(text: str) -> int:
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """Reads a bandwidth such as ``273 GB/s`` (bytes) or ``400 Gbit/s`` (bits) into bytes per second."""
+    """Parses a bandwidth such as ``273 GB/s`` (bytes) or ``400 Gbit/s`` (bits) into bytes per second."""
     return float(_above_zero(text, _parse(text, _RATES, "273 GB/s")))
 
 
 def parse_duration_s(text: str) -> float:
-    """Reads a time such as ``4 h``, ``5min`` or ``0 s`` into seconds."""
+    """Parses a time such as ``4 h``, ``5min`` or ``0 s`` into seconds."""
     return float(_parse(text, _DURATIONS, "5 min"))
 
 
 def parse_fraction(text: str) -> float:
-    """Reads a share such as ``3.5 %`` into a fraction of 1, above 0 and at most 1."""
+    """Parses a share such as ``3.5 %`` into a fraction of 1, above 0 and at most 1."""
     share = _above_zero(text, _parse(text, _FRACTIONS, "3.5 %"))
     if share > 1:
         raise OptionError(f"{text!r} is more than 100 %")
@@ -57,7 +57,7 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_parameters(text: str) -> int:
-    """Reads a number of parameters such as ``70B``, ``1.3e12`` or ``124439808``."""
+    """Parses a number of parameters such as ``70B``, ``1.3e12`` or ``124439808``."""
     number = _above_zero(text, _parse(text, _COUNTS, "70B"))
     if number != int(number):
         raise OptionError(f"{text!r} is not a whole number of parameters")
@@ -65,12 +65,12 @@ def parse_parameters(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """Reads a number above 0 without a unit, such as ``6.5``."""
+    """Parses a number above 0 without a unit, such as ``6.5``."""
     return float(_above_zero(text, _parse(text, _NO_UNITS, "6.5")))
 
 
 def parse_whole(text: str) -> int:
-    """Reads a count such as ``8``."""
+    """Parses a count such as ``8``."""
     if re.fullmatch(r"\d{1,12}", text, re.ASCII) is None or int(text) == 0:
         raise OptionError(f"{text!r} is not a whole number above 0")
     return int(text)
@@ -132,28 +132,28 @@ def _require(values: Mapping[str, float], fits: Callable[[float], bool], wanted:
 
 
 def format_bytes(nbytes: float, *, binary: bool = False) -> str:
-    """Writes a size with three digits: ``13.8 TB``, or ``12.6 TiB`` if `binary`."""
+    """Formats a size with three digits: ``13.8 TB``, or ``12.6 TiB`` if `binary`."""
     units = "B KiB MiB GiB TiB PiB".split() if binary else "B kB MB GB TB PB".split()
     return _scaled(nbytes, 1024 if binary else 1000, units)
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Writes a bandwidth with three digits: ``273 GB/s``."""
+    """Formats a bandwidth with three digits: ``273 GB/s``."""
     return f"{format_bytes(bytes_per_s)}/s"
 
 
 def format_count(number: float) -> str:
-    """Writes a number of parameters with three digits: ``70.6B``."""
+    """Formats a number of parameters with three digits: ``70.6B``."""
     return _scaled(number, 1000, ["", *"KMBT"]).replace(" ", "")
 
 
 def count(number: int, thing: str) -> str:
-    """Writes a number of things: ``1 host``, ``2 hosts``."""
+    """Formats a number of things: ``1 host``, ``2 hosts``."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def format_duration(seconds: float) -> str:
-    """Writes a time with three digits in the unit that suits it: ``50.5 s``, ``31.2 min``."""
+    """Formats a time with three digits in the unit that suits it: ``50.5 s``, ``31.2 min``."""
     if 0 < seconds < 1:
         return f"{_three_digits(seconds * 1000)} ms"
     for unit, factor, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):

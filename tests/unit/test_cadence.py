@@ -170,7 +170,7 @@ def test_a_recommendation_keeps_every_bound(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mtbf_s": 300.0}, "a failure every 5 min and 5.82 min to get over each: the job never gets on"),
+        ({"mtbf_s": 300.0}, "5 min, and 5.82 min to recover from each: the job makes no progress"),
         ({"mtbf_s": 0.0}, "mtbf_s=0.0: must be a number above 0"),
         ({"mtbf_s": float("nan")}, "mtbf_s=nan"),
         ({"stall_s": -1.0}, "stall_s=-1.0: must be a number, at least 0"),
