@@ -1,8 +1,8 @@
-"""The memory tier on hosts of the lab: what a generation costs, and how long a restore from memory takes.
+"""The memory tier on hosts of the lab: the cost of saves to memory, and of restores from memory.
 
     python scripts/bench_memory.py --hosts 4
 
-As root, see scripts/lab. A job on all hosts saves a checkpoint to storage and keeps generations in memory;
+As root, see scripts/lab. A job on all hosts saves a checkpoint to storage and keeps checkpoints in memory;
 its processes end without a word. The next ones restore from memory, from memory after a host has lost what it
 had, and from storage. Links are capped; their counters say what crossed them.
 """
@@ -100,7 +100,7 @@ def show(rows: dict[str, Any], hosts: int, nbytes: int, storage: float, link: fl
     floor_s, saved = nbytes / storage, rows.pop("save")
     print(f"{nbytes >> 20} MiB, {hosts} hosts: storage needs {floor_s:.1f} s")
     print(
-        f"a generation: training stands still for {saved['stall_s'] * 1e3:.0f} ms, the copy alone takes "
+        f"a save to memory: training waits for {saved['stall_s'] * 1e3:.0f} ms, the copy alone takes "
         f"{saved['copy_s'] * 1e3:.0f} ms; it counts after {saved['total_s']:.2f} s"
     )
     for name, row in rows.items():

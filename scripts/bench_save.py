@@ -331,8 +331,8 @@ def training_rows(
         order.append(order.pop(0))  # side by side, and not always the same one first
     for name, field in itertools.product(list(named)[1:], ("seconds", "cpu_s", "steps_s")):
         rows[name][f"base_{field}"] = rows["no saves"][field]
-    for generations in kept.values():
-        generations.close()
+    for manager in kept.values():
+        manager.close()
     return [rows[name] for name in list(named)[1:]]
 
 

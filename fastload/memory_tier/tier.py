@@ -78,8 +78,8 @@ class TierSave:
     """A save to memory, in the background.
 
     Attributes:
-        report: What it did, once it has succeeded; else None.
-        error: Why it failed, as text; else empty.
+        report: Its report once it has succeeded; otherwise None.
+        error: Why it failed, as text; otherwise empty.
     """
 
     def __init__(self, work: Callable[[], TierSaveReport]) -> None:
@@ -110,7 +110,7 @@ def open_tier(job: TierJob) -> MemoryTier:
     """Opens the memory tier of a job on all ranks.
 
     Raises:
-        FastloadError: Some host has no place for it, or an option cannot be used with it.
+        FastloadError: Some host has no directory for it, or an option is invalid with it.
     """
     opened: list[JobFolder] = []
 
@@ -225,7 +225,7 @@ class MemoryTier:
         begun: BegunSave | MemoryError
         try:
             begun = begin(call, state)
-        except MemoryError as error:  # `begin` has told the other ranks; the training goes on
+        except MemoryError as error:  # `begin` has notified the other ranks; the training continues
             begun = error
         self.last = TierSave(lambda: self._finish(call, begun))
         return self.last

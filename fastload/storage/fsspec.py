@@ -17,7 +17,7 @@ from fastload.storage.location import HTTP, OBJECT_STORES, Secrets, locate
 T = TypeVar("T")
 
 
-# What another try will not change.
+# Permanent errors.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 
 
@@ -29,7 +29,7 @@ class FsspecStorage(WritableStorage):
         options: Arguments of the fsspec file system.
 
     Raises:
-        OptionError: The scheme is unknown, or what it needs is not installed.
+        OptionError: The scheme is unknown, or a package is missing.
     """
 
     def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tu
     """Opens the fsspec file system of a URL; returns it with the path in it.
 
     Raises:
-        OptionError: The scheme or an option is unknown, or what it needs is not installed.
+        OptionError: The scheme or an option is unknown, or a package is missing.
         StorageError: The file system connects at once, and that failed.
     """
     location = locate(url)

@@ -24,9 +24,7 @@ from fastload.storage.folders import os_errors, write_all
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_network
 from fastload.storage.pending import Pending
 
-_ALIGN_BYTES = (
-    64 << 10
-)  # the longest pages there are, for O_DIRECT; more would have more of the shards travel
+_ALIGN_BYTES = 64 << 10  # the largest pages, for O_DIRECT; a larger unit would send more bytes of shards
 _MIN_DIRECT_BYTES = 256 << 10
 _BOUNCE_BYTES = 4 << 20
 _JOURNAL = "journal"
@@ -303,7 +301,7 @@ class LocalFiles:
 
 def _is_aligned(data: memoryview) -> bool:
     if data.readonly or not len(data):
-        return False  # its address cannot be asked for
+        return False  # a read-only buffer has no address
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE_BYTES == 0
 
 
@@ -422,5 +420,5 @@ def _is_changed(folder: int, name: str, nbytes: int, mtime_ns: int) -> bool:
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
-        return False  # nothing is lost with it
+        return False  # without data, nothing is lost
     return not stat.S_ISREG(found.st_mode) or (found.st_size, found.st_mtime_ns) != (nbytes, mtime_ns)

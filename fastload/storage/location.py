@@ -53,7 +53,7 @@ class _Patterns:
         return self.signed.sub(r"\1=***", text)
 
 
-_IN_TEXT = _Patterns(r"\s'\"<>")  # such as what a library says of a request that failed
+_IN_TEXT = _Patterns(r"\s'\"<>")  # such as an error message of a library
 _ALONE = _Patterns(r"\0")
 
 
@@ -169,7 +169,7 @@ def _local(text: str, shown: str) -> Location:
         except FileNotFoundError:
             message = f"path={shown!r}: the working directory does not exist any more: name an absolute path"
             raise OptionError(message) from None
-    # Behind a symbolic link ".." leads elsewhere: only the kernel can resolve it.
+    # Only the kernel can resolve ".." behind a symbolic link.
     path = path if ".." in path.split("/") else "/" + os.path.normpath(path).lstrip("/")
     return Location("", path, shown, path)
 
@@ -254,15 +254,15 @@ def _without_password(found: re.Match[str]) -> str:
     return f"{scheme}{slashes}{name}{':***' if colon else ''}@"
 
 
-_LEAST_CHARS = 4  # a shorter one would be found in every other word
-_LONG_CHARS = 16  # what is that long in a query may be a signature, whatever its name
+_LEAST_CHARS = 4  # shorter ones would match ordinary words
+_LONG_CHARS = 16  # a query value this long may be a signature, whatever its name
 _NAMES = re.compile(
     r"secret|passw|passphrase|token|signature|credential|authorization|bearer|cookie|connection.?string"
     r"|key(_base64)?$|(^|[_-])(auth|pat|pwd|sas|sig)$",
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r":?\s*<(?:\?xml|!doctype|html|error)\b.*", re.IGNORECASE)
-_MOST_CHARS = 300  # shown of what a server says
+_MOST_CHARS = 300  # shown of a server's response
 _STAND_INS = (FileNotFoundError, NotADirectoryError, PermissionError, OSError, ValueError)
 
 
@@ -389,7 +389,7 @@ def _in_options(value: Any, *, is_secret: bool = False) -> Iterator[str]:
 
 def _forms(secret: str) -> Iterator[str]:
     """Yields a credential, and the parts of it that a message could show alone."""
-    yield from (secret, secret.rpartition(" ")[2])  # of "Bearer …" what follows
+    yield from (secret, secret.rpartition(" ")[2])  # the part after "Bearer"
     for name, _, value in (pair.partition("=") for pair in secret.split(";")):  # a connection string
         if _NAMES.search(name):
             yield value.rstrip("=")

@@ -5,7 +5,7 @@ each job. Every process of a job holds a shared lock on the file ``job`` in it. 
 when the process ends, which tells the folders of dead jobs from the others.
 
 An in-memory checkpoint is a folder with its files, which have holes where this host has no share. It is
-complete once it has a file ``generation.json``, which is written last.
+complete once it has a file ``manifest.json``, which is written last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastload.storage.folders import open_file, open_folder, opened_folder, os_e
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, memory_mounts
 from fastload.storage.process import Owner
 
-RECORD_NAME = "generation.json"
+RECORD_NAME = "manifest.json"
 """The host manifest of a checkpoint: without it, the checkpoint is not complete here."""
 JOB_NAME = "job"
 """Holds the root of the checkpoints; locked by the ranks of the job."""
@@ -103,7 +103,7 @@ def _remove_job(name: str, own: int) -> bool:
             folders.empty(folder, last=JOB_NAME)
             os.rmdir(name, dir_fd=own)
         except OSError as error:
-            if error.errno != errno.ENOTEMPTY:  # else the job has just begun anew, in an empty folder
+            if error.errno != errno.ENOTEMPTY:  # otherwise the job has just restarted, with an empty folder
                 raise
         finally:
             _unlock(held)
@@ -269,7 +269,7 @@ class JobFolder:
     def _require_room(self, needed_bytes: int) -> None:
         free, what = self._room()
         if needed_bytes > free and remove_dead(self.memory, older_s=0.0, but=self._name, root=self._root):
-            free, what = self._room()  # without what the run had that was in this root before
+            free, what = self._room()  # without the memory of an earlier run in this root
         if needed_bytes > free:
             raise StorageError(
                 f"an in-memory checkpoint needs {needed_bytes} bytes on this host, of {free} bytes {what}",

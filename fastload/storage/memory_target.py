@@ -154,7 +154,7 @@ class MemoryTarget:
 
     def abort(self) -> None:
         self._written.fail(StorageError("the checkpoint was given up", url=self.url))
-        with suppress(FastloadError):  # whoever makes the next one tries again
+        with suppress(FastloadError):  # the next save tries again
             self._job.discard(self._name)
         self.close()
 

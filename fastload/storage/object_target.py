@@ -34,7 +34,7 @@ from fastload.storage.process import Owner, living_saves
 _log = logging.getLogger(__name__)
 
 _REFRESH_S = 60.0
-_PUBLISHING_S = 600.0  # an owner file this old is of a dead save, since running ones refresh theirs
+_PUBLISHING_S = 600.0  # an owner file this old belongs to a dead save, since running saves refresh theirs
 _SETTLE_S = 0.5  # longer than a request; see `OwnerFile.acquire`
 _ABANDONED_S = 24 * 3600.0  # a save of another host that began this long ago is dead
 

@@ -33,7 +33,7 @@ from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 T = TypeVar("T")
 
 _from_url: Any = from_url  # its overloads want the kind of store to be known
-# What obstore takes apart from the options of a store, and dies of when it finds it among them.
+# Options that obstore takes as separate arguments; among the options of a store they crash it.
 _CLIENT_OPTIONS = frozenset(
     """
     allow_http allow_invalid_certificates connect_timeout default_content_type default_headers http1_only
@@ -43,7 +43,7 @@ _CLIENT_OPTIONS = frozenset(
     """.split()
 )
 
-# What obstore finds by itself, or is told to do without.
+# Settings by which obstore finds credentials, or does without.
 _OTHER_CREDENTIALS = frozenset(
     """
     access_key_id container_credentials_full_uri container_credentials_relative_uri skip_signature
@@ -51,9 +51,9 @@ _OTHER_CREDENTIALS = frozenset(
     """.split()
 )
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-# obstore dies of an endpoint that is no URL, with the first request.
+# An endpoint that is not a URL crashes obstore at the first request.
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
-# What another try will not change.
+# Permanent errors.
 _PERMANENT = (
     FileNotFoundError,
     InvalidPathError,
@@ -65,16 +65,16 @@ _PERMANENT = (
     UnknownConfigurationKeyError,
     ValueError,
 )
-# All else that happens is one `GenericError`, of which only the text tells what it is. In it these words come
-# before those of the server.
+# All other errors are a `GenericError`, whose kind is only in its text. There these words come before those
+# of the server.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _PASSING = (408, 409, 429)  # 409: another conditional request is under way
 _NO_RANGES = re.compile(r"Generic \S+ error: Received non-partial response when range requested")
-# obstore looks nowhere but in the environment, and then asks the cloud's metadata service.
+# obstore searches only the environment, and then asks the cloud's metadata service.
 _NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
 _SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
-_PAGE = 1000  # objects: as many as one answer of S3 lists
-_LAST = "\U0010ffff"  # comes after all other characters
+_PAGE = 1000  # objects in one listing response of S3
+_LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
@@ -102,7 +102,7 @@ def make_store(
     client: dict[str, Any] = {
         "timeout": attempt,
         "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
-        "allow_http": True,  # whoever names an http:// endpoint means it
+        "allow_http": True,  # an http:// endpoint was given explicitly
     }
     client |= {name: config.pop(name) for name in _CLIENT_OPTIONS & config.keys()}
     given = config.pop("client_options", {})
@@ -115,13 +115,13 @@ def make_store(
         client["default_headers"] = _with_header(client.get("default_headers"), "Authorization", header)
     config |= {"client_options": client, "retry_config": retry}
     try:
-        if location.scheme in HTTP:  # which obstore would take for S3 or Azure by their hosts' names
+        if location.scheme in HTTP:  # obstore would take some host names for S3 or Azure
             return HTTPStore.from_url(_without_user(location.address), **config)
         store = _from_url(_quoted(location.address), **config)
         if isinstance(store, S3Store) and (profile := _profile_for(store)) is not None:
             store = _from_url(_quoted(location.address), credential_provider=profile, **config)
     except BaseException as error:
-        # Of what its authors did not foresee obstore dies with an exception that is no `Exception`.
+        # A panic in obstore is an exception that is not an `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = secrets.clean(error) if isinstance(error, Exception) else None
@@ -158,7 +158,7 @@ def advice(error: Exception) -> str:
 
 
 def _lacks_ranges(error: Exception) -> bool:
-    """Whether the server does not support range requests. Only over HTTP that error has a type."""
+    """Whether the server does not support range requests. Only for HTTP this error has its own type."""
     if isinstance(error, GenericError):
         return _NO_RANGES.match(str(error)) is not None
     return isinstance(error, NotSupportedError)
@@ -251,7 +251,7 @@ class ObjectStorage(Storage):
         if name in self._known:
             return self._known[name]
         if not self._is_http and not self._key(name):
-            return None  # a bucket is no object, but some stores answer otherwise
+            return None  # a bucket is not an object, though some stores say so
         try:
             found = _stat(self._call(name, self._ask_for_stat))
         except StorageError as error:
@@ -270,7 +270,7 @@ class ObjectStorage(Storage):
     def list(self) -> list[str] | None:
         if self._is_file:
             return None
-        if self._is_http:  # which has no listing: probe the names that matter
+        if self._is_http:  # HTTP has no listing: probe the likely names
             first, *others = self._names.likely
             if self._has(first):
                 return [first]

@@ -52,7 +52,7 @@ _SAVING, _REMOVED = "saving", "removed"
 _NUM_TRIES = 10
 _FIRST_PAUSE_S = 0.002  # doubled from try to try: 2 s in all
 _TO_REMOVE = re.compile(r"\..+\.[0-9a-f]{16}\.removed", re.DOTALL)
-_SILENT_S = 3600.0  # no step of a living save takes that long
+_SILENT_S = 3600.0  # longer than any step of a running save
 _MAX_OWNER_BYTES = 4096
 _NOBODY = 65534
 
@@ -135,7 +135,7 @@ def insist(attempt: Callable[[], Pending | None], path: str) -> Pending:
     for number in range(_NUM_TRIES):
         if (pending := attempt()) is not None:
             return pending
-        time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))  # two are not to keep step
+        time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))  # against lockstep
     raise OSError(errno.EBUSY, "the pending directory is removed again and again", path)
 
 
@@ -163,9 +163,7 @@ def make(place: str, path: str, parent: int) -> Pending | None:
     """
     name, saved = os.path.basename(place), os.path.basename(path)
     os.mkdir(name, 0o700, dir_fd=parent)
-    with (
-        ExitStack() as opened
-    ):  # else the lock would keep all others from cleaning as long as this process runs
+    with ExitStack() as opened:  # otherwise the lock would keep others from cleaning while this process runs
         try:
             opened.callback(os.close, folder := open_folder(name, parent))
             opened.callback(os.close, owner := open_file(OWNER, folder, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -228,7 +226,7 @@ def clean_abandoned(path: str) -> list[str]:
     try:
         parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return removed  # there is no parent yet, or whoever needs it will say so
+        return removed  # there is no parent yet; other errors show up when it is used
     try:
         names = folders.names(parent)
         network = _is_on_network(path)
@@ -239,7 +237,7 @@ def clean_abandoned(path: str) -> list[str]:
                     removed.append(place)
                     _log.info("removed %s, which a save that died left behind", place)
             except FileNotFoundError:
-                continue  # others did it
+                continue  # another process did it
             except OSError as error:
                 _leave_alone(place, str(error.strerror))
     finally:
@@ -329,7 +327,7 @@ def _open_own(name: str, parent: int, network: bool) -> int:
     """
     folder = open_folder(name, parent)
     uid = os.fstat(folder).st_uid
-    as_nobody = network and (uid, os.geteuid()) == (_NOBODY, 0)  # as root may be called there
+    as_nobody = network and (uid, os.geteuid()) == (_NOBODY, 0)  # the uid of root there
     if uid == os.geteuid() or as_nobody:
         return folder
     os.close(folder)
@@ -354,7 +352,7 @@ def _take_over(place: str, parent: int, network: bool) -> Pending | None:
         # Created if it is missing: then its owner gives the directory up, see `make`.
         opened.callback(os.close, owner := open_file(OWNER, folder, os.O_RDWR | os.O_CREAT))
         locked = folders.lock(owner)
-        gone = not os.fstat(owner).st_nlink  # whoever held the lock has just removed it all
+        gone = not os.fstat(owner).st_nlink  # the holder of the lock has just removed everything
         if locked is not False and not gone and _is_dead(owner, locked is True, network, silent):
             opened.pop_all()
             return Pending(place, parent, folder, owner)

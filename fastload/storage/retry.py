@@ -21,8 +21,8 @@ MAX_BACKOFF_S = 8.0
 def _backoff_s(attempt: int) -> float:
     """Returns the pause after an attempt, counted from 1.
 
-    Jitter, since ranks that failed together must not come back together; over the upper half only, so
-    that four attempts more outlast an outage of 5 s.
+    With jitter, since ranks that failed together must not retry together; only over the upper half, so that
+    four more attempts outlast an outage of 5 s.
     """
     longest = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(attempt - 1, 10))
     return random.uniform(longest / 2, longest)

@@ -28,7 +28,7 @@ _PASSING = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "
 _GONE = ("NoSuchUpload", "404")
 _PART_BYTES = 16 << 20
 _LEAST_PART_BYTES = 8 << 20  # S3 takes 5 MiB, but each part costs a request
-_GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they would be uneven
+_GOOD_NUM_PARTS = 128  # shares are cut between parts; few parts would make them uneven
 _MAX_PARTS = 10_000
 
 
@@ -70,7 +70,7 @@ class S3Bucket(ObstoreBucket):
         return {"Bucket": self.bucket, "Key": self.key(key)}
 
     def ask_s3(self, call: Callable[[], T]) -> T:
-        """Makes a request through boto3, with retries as of loads: those of boto3 may have short pauses.
+        """Makes a request through boto3, with fastload's retries, since the pauses of boto3's may be short.
 
         Raises:
             DeadlineExceeded: The request did not end in time.

@@ -1,4 +1,4 @@
-"""How often to save: as given, or as rank 0 computes while training runs."""
+"""Intervals between saves, as given or as rank 0 computes them during training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_proba
 
 _log = logging.getLogger(__name__)
 
-_DEFAULT_S = 1800.0  # between saves, if nothing is said
+_DEFAULT_S = 1800.0  # default interval between saves
 _FIRST_STEPS = 10  # between the first saves, which are measured
 _NUM_STEPS = 101  # last steps, whose median is the time of a step
 
@@ -29,7 +29,7 @@ class IntervalPolicy:
         every_seconds: Seconds between them, infinity for none, or None. 1800 if none of these three is
             given.
         mtbf_s: Mean time between failures of the job, for ``auto``.
-        restart_s: Seconds from a failure until training goes on, for ``auto``.
+        restart_s: Seconds from a failure until training continues, for ``auto``.
         budget: Largest part of the time that training may wait for saves, for ``auto``.
         memory_copies: Hosts that have each share of an in-memory checkpoint; None without a memory tier.
         memory_every_steps: Steps between saves to memory.
@@ -78,7 +78,7 @@ class IntervalPolicy:
 
     @property
     def has_memory_interval(self) -> bool:
-        """Whether saves to memory have an interval of their own."""
+        """Whether saves to memory have a separate interval."""
         return (self.memory_every_steps, self.memory_every_seconds) != (None, None)
 
 
@@ -96,7 +96,7 @@ class RunningSave(Protocol):
 
     @property
     def report(self) -> SavedReport | None:
-        """What it did, once it has succeeded; else None."""
+        """Its report once it has succeeded; otherwise None."""
         ...
 
     def done(self) -> bool:
@@ -205,11 +205,11 @@ class IntervalController:
         """Returns the mean seconds between failures that memory survives, and between the others.
 
         A failure takes one host, as in `fastload.estimate.cadence.loss_probability`. With one copy memory
-        survives only failures of processes. Their part is not known, so each tier has the interval for all
+        survives only failures of processes. Their share is unknown, so each tier has the interval for all
         failures.
 
         Args:
-            copy_s: Seconds to restore all copies after a failure, once training goes on.
+            copy_s: Seconds to restore all copies after a failure, once training continues.
         """
         policy = self._policy
         assert policy.mtbf_s is not None

@@ -27,7 +27,7 @@ from fastload.training.restore import CheckpointRestorer, History, Listing
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
-if TYPE_CHECKING:  # for those who have a tier
+if TYPE_CHECKING:  # only if there is a tier
     from fastload.memory_tier.tier import MemoryTier
 
 
@@ -133,7 +133,7 @@ class CheckpointManager:
             `restart_s` and `budget`. With `memory`, storage has the interval for the failures that memory
             does not survive. Memory has that for the others, unless you give its interval.
         mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
-        restart_s: Seconds from a failure until training goes on.
+        restart_s: Seconds from a failure until training continues.
         budget: Largest part of the time that training may wait for saves.
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
             newer one is committed, unless this process has them open.
@@ -218,7 +218,7 @@ class CheckpointManager:
         )
         self._open_in: int | None = os.getpid()  # the process; None once it is closed
         timeout_s, retries = policy.options.timeout_s, policy.options.retries
-        self._defaults = {  # of loads; saves have options of their own
+        self._defaults = {  # of loads; saves have separate options
             "process_group": process_group,
             "storage_options": storage_options,
             "options": LoadOptions(timeout_s=timeout_s, retries=retries),

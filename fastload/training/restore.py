@@ -263,7 +263,7 @@ class CheckpointRestorer:
     def note_memory(self) -> None:
         """Notes the in-memory checkpoints, once: those saved from here on are newer.
 
-        A call of all ranks, if there is a tier.
+        With a tier, all ranks call it.
         """
         if self._tier is not None and not self._has_noted:
             try:
@@ -306,12 +306,12 @@ class CheckpointRestorer:
             checkpoint = api.prefetch(os.fspath(self._catalog.path(chosen.step)), **given)
         except FastloadError as error:
             if not chosen.is_to_blame(error):
-                raise  # else `restore` finds the same, and takes another one
+                raise  # `restore` finds the same and takes another one
         else:
             self._prefetched = chosen, checkpoint
 
     def end_prefetch(self) -> None:
-        """Releases what was read ahead."""
+        """Releases the checkpoint that was read ahead."""
         found, self._prefetched = self._prefetched, None
         if found is not None:
             found[1].close()

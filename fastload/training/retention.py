@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def branch_for(step: int, newest: Point | None) -> int:
-    """Returns the branch of a new checkpoint, given the newest one there is."""
+    """Returns the branch of a new checkpoint, given the newest existing one."""
     if newest is None:
         return 0
     return newest.branch + 1 if step < newest.step else newest.branch
@@ -68,7 +68,7 @@ class Retention:
         best: A metric, and ``min`` or ``max``: keeps the best checkpoint; of equals the newest.
 
     Raises:
-        OptionError: A value cannot be used.
+        OptionError: A value is invalid.
     """
 
     keep_last: int | None = None

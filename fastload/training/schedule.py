@@ -1,12 +1,12 @@
-"""When to save: the same answer on all ranks, although clocks differ and only some ranks may get a signal.
+"""The steps at which to save: the same on all ranks, although clocks differ and a signal may reach one rank.
 
 Rank 0 decides for a *window* of calls at a time. It posts the decision in the rendezvous store before the
 window begins, and each rank reads it at its first call of the window. So no rank misses a decision or acts on
 it late, ranks need not be in step, and most calls need no communication. A window lasts about half a second.
 
 With steps of less than a millisecond, rank 0 gets through the longest window before the other ranks have read
-its decision. It then waits a moment. Else it would get further and further ahead, and so would the call at
-which all ranks learn of a signal.
+its decision. It then waits a moment. Otherwise it would run further and further ahead, and all ranks would
+learn of a signal later and later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fastload.training.interval import IntervalController, IntervalPolicy, SaveT
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
 
-if TYPE_CHECKING:  # for those who have a tier
+if TYPE_CHECKING:  # only if there is a tier
     from fastload.memory_tier.tier import MemoryTier
 
 _WINDOW_S = 0.5
 _MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
-_SHORTEST_S = 0.02  # of the longest window: ranks read a decision in less
+_SHORTEST_S = 0.02  # least duration of the longest window: ranks read a decision in less
 _BLOCK = 64  # decisions that are deleted together
 _DELETED_AT_ONCE = 2
 
@@ -112,11 +112,11 @@ class SaveSchedule:
         return self._intervals.save_to_memory(save)
 
     def close(self) -> None:
-        """Puts back the signal handlers that were there before."""
+        """Restores the previous signal handlers."""
         self._signals.close()
 
     def _on_signal(self) -> None:
-        """Tells rank 0 of a signal; from any thread, never raises."""
+        """Notifies rank 0 of a signal; from any thread, never raises."""
         if self._tier is not None:
             self._tier.emergency.arm()
         self._world.rendezvous.tell({_key("stop"): ""}, limit_s=self._world.patience_s)

@@ -32,7 +32,7 @@ class StopSignals:
             so it must not take locks.
 
     Attributes:
-        received: Whether a signal has come.
+        received: Whether a signal has arrived.
         handlers: The handlers that call `note`.
     """
 
@@ -174,11 +174,11 @@ def _heed_parent(parent_pid: int | None) -> None:
     while True:
         came = signal.sigwaitinfo(STOP_SIGNALS)
         if came.si_signo == signal.SIGTERM and came.si_pid == parent_pid:
-            os._exit(0)  # as torch's own handler does, in the middle of whatever the worker is at
+            os._exit(0)  # at once, as torch's own handler does
 
 
 class _Sheltered:
-    """What the processes of all three methods have in common."""
+    """The common part of the processes of all three start methods."""
 
     def start(self) -> None:
         with _blocked_signals():

@@ -39,7 +39,7 @@ OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
 RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 ROOT = "root"
-MODEL, SHARES, GENERATION, COMMIT = "model.safetensors", "shares.json", "generation.json", "fastload.json"
+MODEL, SHARES, MANIFEST, COMMIT = "model.safetensors", "shares.json", "manifest.json", "fastload.json"
 
 
 def state_of(step: int, num_rows: int = 300_000) -> dict[str, Any]:
@@ -83,15 +83,15 @@ def job_in(memory: Path, host: int) -> Path:
     return job
 
 
-def generation_in(memory: Path, host: int, name: str = GENERATION) -> Path:
-    """A file of the one generation that counts on a host."""
-    [record] = job_in(memory, host).glob(f"*/{GENERATION}")
+def checkpoint_in(memory: Path, host: int, name: str = MANIFEST) -> Path:
+    """A file of the one in-memory checkpoint that counts on a host."""
+    [record] = job_in(memory, host).glob(f"*/{MANIFEST}")
     return record.with_name(name)
 
 
 def place_of(memory: Path, host: int, share: float) -> int:
     """A place in the model's file: that part of it has been written."""
-    return int(share * generation_in(memory, host, MODEL).stat().st_size)
+    return int(share * checkpoint_in(memory, host, MODEL).stat().st_size)
 
 
 # What may have become of the hosts: 0 and 1 keep each other's shares, and 2 and 3 do. Each returns the step
@@ -125,68 +125,68 @@ def all_are_gone(memory: Path) -> tuple[int, str, str]:
 
 
 def a_byte_of_one_copy_is_damaged(memory: Path) -> tuple[int, str, str]:
-    flip(generation_in(memory, 2, MODEL), place_of(memory, 2, 0.6))
+    flip(checkpoint_in(memory, 2, MODEL), place_of(memory, 2, 0.6))
     return 3, "memory", ""
 
 
 def other_bytes_of_both_copies_are_damaged(memory: Path) -> tuple[int, str, str]:
-    flip(generation_in(memory, 0, MODEL), place_of(memory, 0, 0.1))
-    flip(generation_in(memory, 1, MODEL), place_of(memory, 1, 0.2))
-    flip(generation_in(memory, 2, MODEL), place_of(memory, 2, 0.6))
-    flip(generation_in(memory, 3, MODEL), place_of(memory, 3, 0.9))
+    flip(checkpoint_in(memory, 0, MODEL), place_of(memory, 0, 0.1))
+    flip(checkpoint_in(memory, 1, MODEL), place_of(memory, 1, 0.2))
+    flip(checkpoint_in(memory, 2, MODEL), place_of(memory, 2, 0.6))
+    flip(checkpoint_in(memory, 3, MODEL), place_of(memory, 3, 0.9))
     return 3, "memory", ""
 
 
 def a_byte_of_both_copies_is_damaged(memory: Path) -> tuple[int, str, str]:
     for host in (0, 1):
-        flip(generation_in(memory, host, MODEL), place_of(memory, host, 0.3))
+        flip(checkpoint_in(memory, host, MODEL), place_of(memory, host, 0.3))
     return 1, "storage", "65536 bytes of step 3 are missing or damaged on all hosts"
 
 
 def a_header_is_damaged(memory: Path) -> tuple[int, str, str]:
-    flip(generation_in(memory, 0, MODEL), 40)
+    flip(checkpoint_in(memory, 0, MODEL), 40)
     return 3, "memory", ""
 
 
 def a_commit_record_is_damaged(memory: Path) -> tuple[int, str, str]:
-    flip(generation_in(memory, 0, COMMIT), 200)
-    flip(generation_in(memory, 2, COMMIT), 20)
+    flip(checkpoint_in(memory, 0, COMMIT), 200)
+    flip(checkpoint_in(memory, 2, COMMIT), 20)
     return 3, "memory", ""
 
 
 def a_file_is_cut_off_and_another_one_gone(memory: Path) -> tuple[int, str, str]:
-    os.truncate(generation_in(memory, 1, MODEL), place_of(memory, 1, 0.3))
-    generation_in(memory, 2, MODEL).unlink()
+    os.truncate(checkpoint_in(memory, 1, MODEL), place_of(memory, 1, 0.3))
+    checkpoint_in(memory, 2, MODEL).unlink()
     return 3, "memory", ""
 
 
 def what_a_host_says_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
-    flip(generation_in(memory, 0, SHARES), 20)
+    flip(checkpoint_in(memory, 0, SHARES), 20)
     return 3, "memory", ""
 
 
 def what_all_hosts_say_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
     for host in range(4):
-        flip(generation_in(memory, host, SHARES), 20)
+        flip(checkpoint_in(memory, host, SHARES), 20)
     return 1, "storage", "cannot be restored: all copies of step 3 in memory are damaged"
 
 
 def what_hosts_say_they_have_is_damaged(memory: Path) -> tuple[int, str, str]:
-    flip(generation_in(memory, 0), 60)
-    flip(generation_in(memory, 3), 5)
+    flip(checkpoint_in(memory, 0), 60)
+    flip(checkpoint_in(memory, 3), 5)
     return 3, "memory", ""
 
 
 def it_was_not_recorded_everywhere(memory: Path) -> tuple[int, str, str]:
     """The ranks were killed while they recorded it: all its bytes were on their hosts."""
     for host in (1, 2):
-        generation_in(memory, host).unlink()
+        checkpoint_in(memory, host).unlink()
     return 3, "memory", ""
 
 
 def it_was_recorded_on_too_few_hosts(memory: Path) -> tuple[int, str, str]:
     for host in (0, 1):
-        generation_in(memory, host).unlink()
+        checkpoint_in(memory, host).unlink()
     return 1, "storage", "2 of the 4 shares of step 3 are on no host"
 
 
@@ -199,10 +199,10 @@ def a_host_returns_with_an_old_generation(memory: Path) -> tuple[int, str, str]:
 def hosts_have_different_newest_steps(memory: Path) -> tuple[int, str, str]:
     """Some had recorded step 3, and lost it together; all have still had step 2."""
     for host in range(4):
-        [old] = job_in(memory / "old", host).glob(f"*/{GENERATION}")
+        [old] = job_in(memory / "old", host).glob(f"*/{MANIFEST}")
         shutil.copytree(old.parent, job_in(memory, host) / old.parent.name, dirs_exist_ok=True)
     for host in (2, 3):
-        for record in job_in(memory, host).glob(f"*/{GENERATION}"):
+        for record in job_in(memory, host).glob(f"*/{MANIFEST}"):
             if b'"step": 3' in record.read_bytes():
                 shutil.rmtree(record.parent)
     return 2, "memory", "the newest on storage is step 1"
@@ -251,9 +251,9 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     own = f"host{rank}"
     shutil.copytree(first / own, first / "old" / own)
     keep(manager, 3, state=small_state_of)
-    model_bytes = generation_in(first, rank, MODEL).stat().st_size
+    model_bytes = checkpoint_in(first, rank, MODEL).stat().st_size
     [taken] = find_jobs(str(first / own))
-    assert 1.9 * 2 * model_bytes / 4 < taken.nbytes < 2.1 * 2 * model_bytes / 4, "two copies, two generations"
+    assert 1.9 * 2 * model_bytes / 4 < taken.nbytes < 2.1 * 2 * model_bytes / 4, "2 copies × 2"
     with CheckpointManager(tmp_path / "other", options=OPTIONS) as other:
         other.save(4, small_state_of(4))
     for variant in VARIANTS:
@@ -297,7 +297,7 @@ STAGES = {
 
 
 def die_in(stage: str) -> None:
-    """Has this rank killed when it comes to a stage of its next generation."""
+    """Has this rank killed when it comes to a stage of its next save to memory."""
     place, name = STAGES[stage]
     real = getattr(place, name)
 
@@ -472,7 +472,7 @@ def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, 
 
 @contextmanager
 def filled(folder: Path, stage: str) -> Iterator[None]:
-    """Has somebody else fill a file system when this rank first comes to a stage of a generation."""
+    """Has somebody else fill a file system when this rank first comes to a stage of a save to memory."""
     place, name = STAGES[stage]
     real, rest = getattr(place, name), folder / "of somebody else"
 

@@ -227,9 +227,9 @@ def test_ranks_that_begin_at_once_remove_what_is_left(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as ranks:
         for turn in range(20):
             job = JobFolder(str(tmp_path), JOB, "root")
-            generation = f"{turn:016x}"  # some come before other files when the folder is deleted, some after
-            make(job, generation).close()
-            job.record(generation, [(f"small-{number}", b"x") for number in range(50)], b"record")
+            checkpoint = f"{turn:016x}"  # some come before other files when the folder is deleted, some after
+            make(job, checkpoint).close()
+            job.record(checkpoint, [(f"small-{number}", b"x") for number in range(50)], b"record")
             job.close()
             list(ranks.map(begin, range(8)))
     remove_dead(str(tmp_path), older_s=0)

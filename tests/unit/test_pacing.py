@@ -149,7 +149,7 @@ def test_the_budget_is_that_of_both_tiers(
         assert pace.storage_s is not None
         assert pace.memory_s is not None
         assert stall / pace.memory_s + stall_storage / pace.storage_s <= budget * (1 + 1e-9)
-        assert pace.memory_s >= background * (1 - 1e-9), "one generation is in progress at most"
+        assert pace.memory_s >= background * (1 - 1e-9), "at most one save to memory is in progress"
 
 
 def test_memory_with_one_copy_and_memory_with_an_interval_of_its_own(clock: Clock) -> None:

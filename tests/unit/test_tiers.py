@@ -82,7 +82,7 @@ def test_the_budget_is_that_of_both_and_no_interval_nearby_is_clearly_better(
     given_ = {"memory": memory, "storage": storage, "mtbf_s": mtbf_s, "loss_probability": share}
     found = recommend_tiers(**given_, budget=budget, step_s=step_s)
     assert found.memory.overhead + found.storage.overhead <= budget * (1 + 1e-9)
-    assert found.memory.interval_s >= background * (1 - 1e-9), "one generation is in progress at most"
+    assert found.memory.interval_s >= background * (1 - 1e-9), "at most one save to memory is in progress"
     assert 0 <= found.ettr < 1
 
     def value(of_memory_s: float, of_storage_s: float) -> float:
