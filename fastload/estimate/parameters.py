@@ -124,9 +124,9 @@ def _optimizer_names(manifest: Manifest, names: Iterable[str]) -> set[str]:
     if manifest.structure is not None:
         _find_optimizers(manifest.structure, "", found)
     parts = {name: name.split(".") for name in names}
-    beside = {tuple(part[:-1]) for part in parts.values() if part[-1] in _MOMENTS}
+    below = {tuple(part[:-1]) for part in parts.values() if part[-1] in _MOMENTS}
     found.update(
-        name for name, part in parts.items() if tuple(part[:-1]) in beside or not _MOMENTS.isdisjoint(part)
+        name for name, part in parts.items() if tuple(part[:-1]) in below or not _MOMENTS.isdisjoint(part)
     )
     return found
 

@@ -296,7 +296,9 @@ def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str
         why = (
             "which ascend along some lines and not along others: full_tensor() is not the same on all of them"
         )
-    elif len(set(cuts.values())) < len(cuts) and not _is_alike(order, tuple(shape), mesh.shape, placements):
+    elif len(set(cuts.values())) < len(cuts) and not _has_same_shapes(
+        order, tuple(shape), mesh.shape, placements
+    ):
         # full_tensor expects shards of the sizes that follow from coordinates.
         why = "which do not ascend, and cut a dimension more than once, unevenly: full_tensor() fails there"
     else:
@@ -304,7 +306,7 @@ def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str
     return f"of ranks {order.ranks}, {why}. Make the mesh with sorted ranks"
 
 
-def _is_alike(
+def _has_same_shapes(
     order: _Order, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]
 ) -> bool:
     """Whether the shard of each rank has the same shape by its numbers in groups as by its coordinate."""

@@ -107,7 +107,7 @@ class Pending:
     def discard(self) -> None:
         """Deletes the directory; the owner file goes last, so what cannot be deleted is an orphan."""
         folders.empty(self.folder, last=OWNER)
-        with _beside_others():
+        with _tolerate_others():
             os.rmdir(self.name, dir_fd=self.parent)
 
     def close(self) -> None:
@@ -198,12 +198,12 @@ def remove(path: str, parent: int) -> None:
 
 def delete_with_others(name: str, parent: int) -> None:
     """Deletes a directory that other processes may delete at the same time."""
-    with _beside_others():
+    with _tolerate_others():
         folders.delete(name, parent)
 
 
 @contextmanager
-def _beside_others() -> Iterator[None]:
+def _tolerate_others() -> Iterator[None]:
     """Ignores errors of a deletion that come from other processes at the same directory."""
     try:
         yield

@@ -12,30 +12,38 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fastload"
 # Each was in use once. The word to take instead is in the comment.
 BANNED = {
     "alarm",  # failure flag
+    "alike",  # identical, equal
+    "beside",  # next to
     "bond", "bonded", "bonds",  # control tree
     "claim", "claims",  # rank request
     "corner",  # store namespace
     "crew", "errand", "errands",  # thread pool, task
     "describer", "rebuilder",  # encoder, decoder
     "entrance",  # listener
+    "generation", "generations",  # in-memory checkpoint
     "guest", "guests",  # extra host
     "handover", "remade",  # restore step
     "holdings",  # shard map
+    "heard",  # acknowledged
+    "home", "homes",  # host directory
     "keeper", "keepers",  # memory tier
     "keepsake",  # cached resource
     "lane", "lanes",  # sharing group
     "laps",  # read-ahead window
-    "leftovers",  # orphans
+    "leftover", "leftovers",  # orphans
     "leg", "parcel", "parcels",  # message
+    "life", "lives",  # incarnation
     "outbox",  # tensor stream
     "packet", "packets",  # message
     "placer",  # writer
     "rhythm",  # interval policy
     "slab", "slabs",  # staging buffer
     "spares",  # buffer pool
+    "standing",  # tree state
     "stretch", "stretches",  # byte range
     "sweep",  # verify
-    "verdict",  # decision
+    "told",  # notified
+    "verdict", "verdicts",  # decision
     "wish",  # load request
 }  # fmt: skip
 
