@@ -50,7 +50,9 @@ def with_index(device: torch.device) -> torch.device:
     served = torch.accelerator.current_accelerator()
     if served is None or served.type != device.type:
         instead = f", but {served.type}" if served is not None else ""
-        raise OptionError(f"device='{device}': torch serves no {device.type} device in this process{instead}")
+        raise OptionError(
+            f"device='{device}': torch supports no {device.type} device in this process{instead}"
+        )
     count = torch.accelerator.device_count()
     index = device.index if device.index is not None else _current_index(count)
     if index >= count:

@@ -241,7 +241,7 @@ class DTensorRanks:
             yield from self._dtensor_misfits(name, tensor)
         elif hasattr(tensor, "to_local"):
             kind = type(tensor).__name__
-            yield f"{name}: {self._place} has a {kind}: of sharded tensors DTensor only is known"
+            yield f"{name}: {self._place} has a {kind}: DTensor is the only supported sharded tensor"
 
     def _dtensor_misfits(self, name: str, tensor: Any) -> Iterator[str]:
         unplaced = [str(one) for one in tensor.placements if not _is_placed(one)]
@@ -265,10 +265,10 @@ class DTensorRanks:
         if type(local) not in _PLAIN:
             yield f"{name}: {self._place} has a DTensor whose local tensor is a {type(local).__name__}"
         elif num_readings != 1 and _order_of(mesh).here is not None:
-            why = "do not say which part of" if num_readings else "do not give that of"
+            why = "are ambiguous for" if num_readings else "do not match it for"
             yield (
                 f"{name}: {self._place} has a DTensor with a local tensor of shape {list(local.shape)}; its "
-                f"placements {tuple(tensor.placements)} {why} {list(tensor.shape)}: shard it evenly"
+                f"placements {tuple(tensor.placements)} {why} the shape {list(tensor.shape)}: shard it evenly"
             )
 
     def _groups_of(self, mesh: Any) -> str:

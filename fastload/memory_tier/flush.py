@@ -216,7 +216,7 @@ def _deal(
             holders = [rank for rank, held in found.holders.items() if shares & set(held)]
             if not holders:
                 raise StorageError(
-                    "it takes files in other parts than the hosts have in memory", url=f"{target.url}/{name}"
+                    "it cuts files differently from the shares in memory", url=f"{target.url}/{name}"
                 )
             writer = min(holders, key=lambda rank: (loads[rank], rank not in shares, rank))
             loads[writer] += end - begin

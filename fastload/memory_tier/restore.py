@@ -135,7 +135,7 @@ def load(
     except FastloadError as error:
         if not _blames_copies(error):
             raise
-        _log.warning("step %d in memory: a copy is damaged, looking for another one: %s", found.step, error)
+        _log.warning("step %d in memory: a copy is damaged, trying another one: %s", found.step, error)
     damage = _find_damage(group, folder, found, options)
     if all(damage[rank] is None for rank in found.holders):
         raise IncompleteCheckpoint(f"all copies of step {found.step} in memory are damaged")

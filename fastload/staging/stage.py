@@ -193,8 +193,8 @@ class Stage:
         def join() -> None:
             if LocalStorage(here["place"]).stat("") is None:
                 raise StorageError(
-                    f"this rank does not see what rank {leaders.own} prepared: they have one host name, "
-                    f"{world.host}, but not one disk",
+                    f"this rank does not see what rank {leaders.own} prepared: they have the same host name, "
+                    f"{world.host}, but different disks",
                     url=self._path,
                 )
 
@@ -407,7 +407,9 @@ def as_folder(manifest: Manifest) -> Manifest:
         return manifest
     name = _last_name(manifest.url)
     if not is_plain_path(name) or name in _NO_PART:
-        raise OptionError(f"{manifest.url}: a copy of one file has its name, which {show(name)} cannot be")
+        raise OptionError(
+            f"{manifest.url}: the copy of one file needs its name, and {show(name)} is not a file name"
+        )
     return replace(manifest, files=(replace(manifest.files[0], name=name),))
 
 

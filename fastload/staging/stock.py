@@ -96,7 +96,7 @@ def take_stock(
     files = [(file.name, file.nbytes) for file in inventory.files]
     journal = copy.resume(files, inventory.identity, overwrite=options.overwrite, damaged=stock.damaged)
     if stock.damaged:
-        _log.warning("%s: this copy is damaged, and made anew", path)
+        _log.warning("%s: this copy is damaged, and is replaced", path)
     try:
         noted = parse_journal(journal, len(inventory.blocks))
         for number in _prove(world, inventory, LocalStorage(copy.data_path, options.io), noted):

@@ -97,7 +97,7 @@ def open_storage(
 
             return ObjectStorage(location, names, options or {}, attempt_s)
         _log.warning(
-            "reading %s:// through fsspec, the slow way; the fast one: pip install 'fastload-torch[remote]'",
+            "reading %s:// through fsspec, which is slow; better: pip install 'fastload-torch[remote]'",
             location.scheme,
         )
     from fastload.storage.fsspec import FsspecStorage
@@ -141,7 +141,7 @@ def open_target(
         raise OptionError(f"cannot save to {location}: {scheme}:// can only be read")
     parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
     if not name or (scheme in OBJECT_STORES and not parent):
-        raise OptionError(f"cannot save to {location}: name a place below the bucket")
+        raise OptionError(f"cannot save to {location}: name a path below the bucket")
     from fastload.storage.object_target import ObjectTarget, Streams
 
     options = options or {}

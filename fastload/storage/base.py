@@ -495,7 +495,7 @@ def check_written(files: Mapping[str, int], receipts: Sequence[Mapping[str, Any]
         merged = _merged([(0, 0), *ranges, (nbytes, nbytes)])
         if len(merged) > 1:
             begin, end = merged[0][1], merged[1][0]
-            raise StorageError("nobody wrote it", url=f"{url}/{name}", offset=begin, nbytes=end - begin)
+            raise StorageError("no rank wrote it", url=f"{url}/{name}", offset=begin, nbytes=end - begin)
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -74,9 +74,9 @@ class LocalDestination:
         folders.require_trusted_links(self._given)
         if client := bucket_client(self.path):
             raise OptionError(
-                f"{self.path} is in a bucket that {client} mounts: there a file has one writer, who writes "
-                "all of it, and to rename a directory copies it. Save to the bucket itself, such as "
-                "s3://bucket/path; loads through the mount work"
+                f"{self.path} is in a bucket that {client} mounts, where a file has only one writer, and "
+                "renaming a directory copies it. Save to the bucket itself, such as s3://bucket/path; loads "
+                "through the mount work"
             )
         with self._open() as there:
             if there is not None:
@@ -126,7 +126,7 @@ class LocalDestination:
             folders.sync(data)
             with suppress(_Changed):
                 return self._exchange(held) if occupied else self._rename(held)
-        raise CheckpointExists(f"{self.path}: others publish there at the same time")
+        raise CheckpointExists(f"{self.path}: other processes publish there at the same time")
 
     def _exchange(self, held: Pending) -> str:
         try:
@@ -177,17 +177,15 @@ class LocalDestination:
         if not found:
             return []
         if not overwrite:
-            raise CheckpointExists(
-                f"{self.path} exists already: to replace it, ask for overwrite=True (--overwrite)"
-            )
+            raise CheckpointExists(f"{self.path} exists: pass overwrite=True (--overwrite) to replace it")
         signs = [name for name in self._signs if name in found]
         if not signs and found.keys().isdisjoint(self._names.others):
             raise OptionError(
                 f"{self.path} has no {' or '.join(self._signs)}: "
-                "overwrite=True replaces checkpoints of fastload's only"
+                "overwrite=True replaces only checkpoints of fastload"
             )
         if inside := sorted(name for name, is_folder in found.items() if is_folder):
-            raise OptionError(f"{self.path} holds directories, overwrite=True would delete them: {inside}")
+            raise OptionError(f"{self.path} has directories that overwrite=True would delete: {inside}")
         self.guard(there)
         own = self._names.own(found, [read_list(name, there) for name in signs])
         return kept_names(self.path, found, own, written, self._names)
@@ -243,8 +241,8 @@ def kept_names(
     written = set(written)
     if bad := [name for name in kept if name in written or name.endswith(names.part_endings)]:
         raise OptionError(
-            f"{url} holds files that are not the checkpoint's, and that the new one would replace or be "
-            f"mixed up with: {bad[:5]}: to replace the checkpoint, move them away"
+            f"{url} has other files that the new checkpoint would replace, or that a reader would take for "
+            f"parts of it: {bad[:5]}: move them away"
         )
     return kept
 
@@ -275,7 +273,7 @@ def replaced_names(
         OptionError: The URL holds something other than a checkpoint, or as for `kept_names`.
     """
     if names.record in there and not overwrite:
-        raise CheckpointExists(f"{url} exists already: to replace it, ask for overwrite=True (--overwrite)")
+        raise CheckpointExists(f"{url} exists: pass overwrite=True (--overwrite) to replace it")
     own = there & {names.owner, *listed}
     is_other = overwrite and not there.isdisjoint(names.others)
     if names.record in there:
@@ -285,10 +283,10 @@ def replaced_names(
     foreign = sorted(there - own)
     if names.record not in there and foreign:
         if not overwrite:
-            raise CheckpointExists(f"{url} holds something already: {foreign[:5]}")
+            raise CheckpointExists(f"{url} is not empty: {foreign[:5]}")
         if names.owner not in there and not is_other:
             raise OptionError(
-                f"{url} has no {names.record}: overwrite=True replaces checkpoints of fastload's only"
+                f"{url} has no {names.record}: overwrite=True replaces only checkpoints of fastload"
             )
     kept_names(url, there, own, written, names)
     return own

@@ -85,7 +85,7 @@ def require_trusted_links(path: str) -> None:
             anybodys = inside.st_mode & stat.S_ISVTX and inside.st_mode & stat.S_IWOTH
             if stat.S_ISLNK(link.st_mode) and anybodys and link.st_uid not in (os.geteuid(), inside.st_uid):
                 raise PermissionError(
-                    errno.EACCES, f"{place} is a link of another user's (uid {link.st_uid})", path
+                    errno.EACCES, f"{place} is a link of another user (uid {link.st_uid})", path
                 )
         place = folder
 
@@ -101,7 +101,7 @@ def open_file(name: str, folder: int, flags: int, mode: int = 0o666) -> int:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(file)
-        raise OSError(errno.EINVAL, f"{name} is no file of its own")
+        raise OSError(errno.EINVAL, f"{name} is not a regular file without other links")
     return file
 
 

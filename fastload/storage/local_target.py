@@ -134,7 +134,7 @@ class LocalTarget:
         self._release()
 
     def abort(self) -> None:
-        self.written.fail(StorageError("the save was given up", url=self.url))
+        self.written.fail(StorageError("the save was aborted", url=self.url))
         self._release(restore=True)
         self.close()
 

@@ -121,7 +121,7 @@ def locate(path: object) -> Location:
     if not text:
         raise OptionError("path='': is empty; name a file, a directory or a URL")
     if "\0" in text:
-        raise OptionError(f"path={shown!r}: has a NUL character in it, which no path can have")
+        raise OptionError(f"path={shown!r}: contains a NUL character")
     found = _URL.fullmatch(text)
     if found is None:
         _require_path(text, shown)
@@ -200,7 +200,7 @@ def _http(scheme: str, rest: str, shown: str) -> Location:
     except ValueError as error:
         reason = "" if "@" in rest else f" ({error})"
         advice = "in a password, write %2F for a slash, %3F for ?, %23 for #"
-        raise OptionError(f"path={shown!r}: is no URL{reason}; {advice}") from None
+        raise OptionError(f"path={shown!r}: is not a URL{reason}; {advice}") from None
     if not host:
         raise OptionError(f"path={shown!r}: names no host")
     path, mark, query = url.partition("?")

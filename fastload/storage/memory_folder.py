@@ -70,7 +70,9 @@ def _open_place(memory: str) -> int:
     is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     if is_open or found.st_uid not in (0, os.geteuid()):
         os.close(place)
-        raise StorageError("other users could replace what is in it: it is theirs, or not sticky", url=memory)
+        raise StorageError(
+            "other users could replace its files: the directory is theirs, or not sticky", url=memory
+        )
     return place
 
 

@@ -135,7 +135,9 @@ class MemoryTarget:
             while len(left):
                 count = os.preadv(file, [left], position)
                 if not count:
-                    raise StorageError("it is shorter than it was made", self._place(name), offset, len(data))
+                    raise StorageError(
+                        "the file is shorter than when it was created", self._place(name), offset, len(data)
+                    )
                 position, left = position + count, left[count:]
 
     def flush(self) -> dict[str, Any]:
@@ -153,7 +155,7 @@ class MemoryTarget:
         self.published = Published([receipt["written"] for receipt in receipts], list(small_files))
 
     def abort(self) -> None:
-        self._written.fail(StorageError("the checkpoint was given up", url=self.url))
+        self._written.fail(StorageError("the save to memory was aborted", url=self.url))
         with suppress(FastloadError):  # the next save tries again
             self._job.discard(self._name)
         self.close()
@@ -178,7 +180,7 @@ class MemoryTarget:
     def _file(self, name: str) -> Descriptor:
         with self._lock:
             if self._folder < 0:
-                raise StorageError("the checkpoint has ended", url=self._place(name))
+                raise StorageError("the save to memory has ended", url=self._place(name))
             if name not in self._files:
                 flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 self._files[name] = Descriptor(self._pool, partial(os.open, name, flags, dir_fd=self._folder))

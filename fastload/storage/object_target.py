@@ -229,7 +229,7 @@ class OwnerFile:
     def _require(self) -> None:
         """Raises if another save has replaced the owner file."""
         if not self._is_ours:
-            raise StorageError("another save took this one for dead and took its place")
+            raise StorageError("another save assumed that this one was dead, and replaced it")
 
 
 def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str) -> list[str]:
@@ -346,7 +346,7 @@ class ObjectTarget:
         try:
             self.clean_abandoned()
         except StorageError as error:  # missing permissions for that do not prevent a save
-            _log.warning("cannot remove what dead saves left behind: %s", error)
+            _log.warning("cannot remove the remains of dead saves: %s", error)
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         self._sizes = ticket["files"]
@@ -354,7 +354,7 @@ class ObjectTarget:
         self._uploads.join(keys, self._sizes, ticket["uploads"])
         with self._errors(""):
             if self._bucket.get(keys.owner) is None:
-                raise StorageError("the save that this rank is to join is not there", self.url)
+                raise StorageError("there is no save for this rank to join", self.url)
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         assert offset + len(data) <= self._sizes[name], (name, offset, len(data))
@@ -420,7 +420,7 @@ class ObjectTarget:
                 raise StorageError(message, f"{self.url}/{name}")
 
     def abort(self) -> None:
-        self._written.fail(StorageError("the save was given up", self.url))
+        self._written.fail(StorageError("the save was aborted", self.url))
         owner, self._owner = self._owner, None
         if owner is None:
             return
@@ -540,9 +540,9 @@ class _Stream:
         """Writes the bytes at an offset, once all bytes before it are written."""
         with self._turn:
             if not self._turn.wait_for(lambda: self._is_broken or self._position >= offset, timeout_s):
-                raise StorageError(f"the bytes before it did not come within {timeout_s:.0f} s")
+                raise StorageError(f"the bytes before it did not arrive within {timeout_s:.0f} s")
             if self._is_broken:
-                raise StorageError("a write before it failed")
+                raise StorageError("an earlier write failed")
             assert self._position == offset, (self._position, offset)
             self._is_broken = True
             try:

@@ -136,7 +136,7 @@ def insist(attempt: Callable[[], Pending | None], path: str) -> Pending:
         if (pending := attempt()) is not None:
             return pending
         time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))  # against lockstep
-    raise OSError(errno.EBUSY, "the pending directory is removed again and again", path)
+    raise OSError(errno.EBUSY, "other processes keep removing the pending directory", path)
 
 
 def hidden_path(path: str, token: str, parent: int, kind: str = _SAVING) -> str:
@@ -235,7 +235,7 @@ def clean_abandoned(path: str) -> list[str]:
             try:
                 if _clean(place, parent, network):
                     removed.append(place)
-                    _log.info("removed %s, which a save that died left behind", place)
+                    _log.info("removed %s, which a dead save left behind", place)
             except FileNotFoundError:
                 continue  # another process did it
             except OSError as error:

@@ -183,7 +183,7 @@ class PatientStorage(Storage):
 
     def _require_running(self) -> None:
         if self._stopped.is_set():
-            raise Interrupted("reading stopped because the load failed elsewhere")
+            raise Interrupted("reading stopped because the load failed on another rank")
 
 
 def _is_transient(error: Exception) -> bool:

@@ -62,7 +62,7 @@ class IntervalPolicy:
             object.__setattr__(self, "every_seconds", _DEFAULT_S)
         if self.every not in (None, "auto"):
             raise OptionError(
-                f"every={self.every!r}: must be 'auto', or every_steps= or every_seconds= be used"
+                f"every={self.every!r}: must be 'auto'; otherwise use every_steps= or every_seconds="
             )
         if self.every == "auto" and (self.mtbf_s is None or self.every_seconds is not None):
             raise OptionError(

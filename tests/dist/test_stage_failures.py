@@ -200,7 +200,9 @@ def test_ranks_of_one_host_name_but_two_disks(
 ) -> None:
     disk = mount_disk(tmp_path, disks, rank)
     socket.gethostname = lambda: "localhost"
-    with pytest.raises(fastload.PeerError, match="they have one host name, localhost, but not one disk"):
+    with pytest.raises(
+        fastload.PeerError, match="they have the same host name, localhost, but different disks"
+    ):
         stage(source, disk / "copy")
     assert list(disk.iterdir()) == []
 

@@ -431,7 +431,7 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
     refuses(made(torch.zeros(8, 2), Partial()), "a: into= has a DTensor with placement P.*redistribute it")
     refuses(
         made(torch.zeros(3, 2), Shard(0)),
-        r"a: .*local tensor of shape \[3, 2\].* do not give that of \[8, 2\]",
+        r"a: .*local tensor of shape \[3, 2\].* do not match it for the shape \[8, 2\]",
     )
     refuses(
         made(torch.zeros(1, 2).expand(2, 2), Shard(0)), "a: into= has a tensor whose elements share memory"

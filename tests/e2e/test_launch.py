@@ -130,7 +130,7 @@ def test_an_environment_that_cannot_be_is_one_line(command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cuda", "device='cuda:1': torch serves no cuda device in this process"),
+        ("cuda", "device='cuda:1': torch supports no cuda device in this process"),
         ("cuda:x", "device='cuda:x': Invalid device string: 'cuda:x'"),
     ],
 )

@@ -195,7 +195,7 @@ class TargetContract:
     def test_bytes_that_nobody_wrote_are_noticed(self, root: str, url: str, files: dict[str, bytes]) -> None:
         targets = self.begin(url, files, 2)
         write_shares(targets, files)
-        with pytest.raises(StorageError, match=r"step-7/\S+ \[bytes \d+-\d+\]: nobody wrote it"):
+        with pytest.raises(StorageError, match=r"step-7/\S+ \[bytes \d+-\d+\]: no rank wrote it"):
             targets[0].publish([targets[1].flush()], small_files(files), overwrite=False)
         for target in targets:
             target.abort()

@@ -66,7 +66,7 @@ def test_goes_on_with_what_a_dead_one_left(tmp_path: Path) -> None:
 def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
     copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     copy.resume(FILES, ID, overwrite=False)
-    with pytest.raises(StorageError, match="nobody wrote it"):
+    with pytest.raises(StorageError, match="no rank wrote it"):
         copy.publish([copy.flush(), {"written": {"a": [(0, 3000)]}}], [(STAGED_NAME, b"{}")], overwrite=False)
     copy.close()
     copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")

@@ -271,7 +271,7 @@ def test_a_save_that_was_taken_for_dead_does_not_commit(
         target._bucket.put(f"step/{SAVING_NAME}", b'{"token": "another"}')
 
     monkeypatch.setattr(target._uploads, "publish", slow)
-    with pytest.raises(StorageError, match="another save took this one for dead"):
+    with pytest.raises(StorageError, match="another save assumed that this one was dead"):
         save(target, NEW)
     target.abort()
     assert f"step/{RECORD_NAME}" not in found(root)

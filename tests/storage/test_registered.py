@@ -47,7 +47,7 @@ def test_ranks_save_and_load_together(rank: int, world: int, tmp_path: Path) -> 
     assert torch.equal(state["weights"], weights)
     assert state["rank"].value == rank
     assert fastload.verify("sqlite://runs/1", **given).num_files > 0
-    with pytest.raises(fastload.CheckpointExists, match=r"^sqlite://runs/1 exists already"):
+    with pytest.raises(fastload.CheckpointExists, match=r"^sqlite://runs/1 exists: pass"):
         fastload.save({"weights": weights}, "sqlite://runs/1", **given)
 
 

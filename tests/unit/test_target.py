@@ -27,7 +27,7 @@ def test_every_byte_has_to_be_written_by_somebody(writers: list[list[tuple[int, 
     if not missing:
         check_written({"a": nbytes}, receipts, "url")
         return
-    with pytest.raises(StorageError, match=r"url/a .*nobody wrote it") as raised:
+    with pytest.raises(StorageError, match=r"url/a .*no rank wrote it") as raised:
         check_written({"a": nbytes}, receipts, "url")
     assert raised.value.offset == missing[0]
     assert raised.value.nbytes is not None
