@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a space, each of whose ranges is cut every `block_bytes` from its first byte.
+    """The blocks of a space. Each range is cut every `block_bytes`, counted from its first byte.
 
     Args:
         space: A space without empty ranges.
@@ -104,5 +104,5 @@ class Blocks:
 
 
 def num_blocks(nbytes: int, block_bytes: int) -> int:
-    """Returns the number of blocks of a range of so many bytes."""
+    """Returns the number of blocks of a range of `nbytes` bytes."""
     return -(-nbytes // block_bytes)

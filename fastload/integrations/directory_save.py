@@ -101,7 +101,7 @@ class DirectorySave:
 
 
 def clear_pending(folder: str, prefix: str) -> None:
-    """Deletes what interrupted saves left in a directory, and restores directories that they moved away.
+    """Deletes pending directories of interrupted saves, and restores directories that these moved away.
 
     Args:
         folder: The parent directory.
@@ -131,7 +131,7 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
 
 
 def _replace(source: str, target: str) -> None:
-    """Replaces a directory by another one; in one step where the file system can exchange names."""
+    """Replaces a directory by another one, in one step if the file system can exchange names."""
     old = _pending(target, _REPLACED)
     if not os.path.lexists(target):
         os.replace(source, target)
@@ -146,7 +146,7 @@ def _replace(source: str, target: str) -> None:
 
 
 def _exchange(source: str, target: str) -> bool:
-    """Exchanges two names in one directory; returns False where the file system cannot."""
+    """Exchanges two names in one directory; returns False if the file system does not support it."""
     parent = os.open(os.path.dirname(source), os.O_RDONLY | os.O_DIRECTORY)
     try:
         folders.exchange(os.path.basename(source), parent, os.path.basename(target), parent)

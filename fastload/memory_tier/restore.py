@@ -1,4 +1,4 @@
-"""In-memory checkpoints: which ones the hosts have together, and loads from these hosts."""
+"""In-memory checkpoints: a survey of those on all hosts, and loads from these hosts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoin
     """Returns the checkpoints that the hosts have together, the oldest first; on all ranks.
 
     Raises:
-        FastloadError: Some rank could not look.
+        FastloadError: Some rank could not read its host's manifests.
     """
 
     def look() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def load(
 ) -> Any:
     """Loads a checkpoint on all ranks, from the hosts that have it.
 
-    If a checksum is wrong, each host verifies all that it has of the checkpoint, and damaged blocks come
+    If a checksum is wrong, each host verifies its part of the checkpoint, and damaged blocks are read
     from other hosts.
 
     Args:
@@ -123,7 +123,7 @@ def load(
         folder: The job's folder on this host.
         found: The checkpoint.
         options: How to load; everything is verified.
-        arguments: Further ones of `Checkpoint.load`.
+        arguments: Further arguments of `Checkpoint.load`.
 
     Raises:
         CheckpointError: All copies of some block are damaged.
@@ -250,7 +250,7 @@ def _holders(
     readers: Sequence[int],
     damage: _Damage,
 ) -> Holders:
-    """Returns which ranks can deliver which bytes: complete checksum blocks that are not damaged."""
+    """Returns the byte ranges of complete, undamaged checksum blocks with the ranks that have them."""
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
     held: list[HeldRange] = []
     for share, files in sorted(table.shares.items()):
@@ -341,7 +341,7 @@ def _damaged(
     Args:
         storage: This host's part of the checkpoint.
         found: The checkpoint.
-        world: The ranks, which are told of progress.
+        world: The ranks; the others wait while this one makes progress.
         part: This rank's part of the work.
         num_parts: Number of parts.
 
@@ -365,4 +365,4 @@ def _damaged(
             if checksum(data) != file.checksums[at : at + CHECKSUM_BYTES]:
                 yield held.file, block.offset, block.offset + block.nbytes
         world.note_progress()
-        world.peer_failed()  # tells the others, too
+        world.peer_failed()  # also shows the progress to the others

@@ -21,7 +21,7 @@ from fastload.saving.save import BegunSave, until_the_end
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
-from fastload.storage.memory_target import MemoryTarget, Published, Room
+from fastload.storage.memory_target import HostPart, MemoryTarget, Published
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         plan = replace(begun.plan, share=share)
         copies = plan_copies(call.directories, world.rank, call.num_copies)
         names = [file.name for file in plan.state.layout.files]
-        target.expect(_required_room(call, plan, copies, names))
+        target.expect(_host_part(call, plan, copies, names))
         written = write(call, plan, begun.snapshot, open_pending(call, plan))
         copied_bytes = 0
         if copies.num_hosts > 1 and call.num_copies > 1:
@@ -135,12 +135,12 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
     )
 
 
-def _required_room(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> Room:
-    """Returns what this host has to store: the shares of its ranks, and as much for each further copy."""
+def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> HostPart:
+    """Returns the part of this host: the shares of its ranks, and as many bytes for each further copy."""
     layout, parts = plan.state.layout, plan.share.parts
     own_bytes = sum(part.nbytes for part in parts)
     facts = [plan.state.content.layout, call.directories, call.num_copies, own_bytes, len(parts)]
-    return Room(
+    return HostPart(
         plan=xxhash.xxh3_128_hexdigest(json.dumps(facts).encode()),
         heads={file.name: file.header for file in layout.files},
         nbytes=own_bytes * len(copies.held) + sum(len(file.header) for file in layout.files),
@@ -156,7 +156,7 @@ def _host_manifest(call: TierSaveCall, nbytes: int, published: Published, copies
 
 
 def _pack(published: Published) -> bytes:
-    """Packs what every host has: the commit record, other small files, and the table of shares."""
+    """Packs the files of every host: the commit record, other small files, and the table of shares."""
     shares = {
         number: {name: [(begin, end) for begin, end in ranges] for name, ranges in files.items()}
         for number, files in enumerate(published.written)

@@ -18,11 +18,11 @@ from fastload.storage.folders import os_errors
 from fastload.storage.memory_folder import JobFolder
 
 ALIGN_BYTES = 1 << 20
-"""Where a file may be cut between two shares."""
+"""Alignment of the cuts between two shares."""
 
 
 @dataclass(frozen=True)
-class Room:
+class HostPart:
     """The part of an in-memory checkpoint that a host keeps.
 
     Attributes:
@@ -40,7 +40,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Published:
-    """What the leader sends to all hosts.
+    """The end of a save, which the leader sends to all hosts.
 
     Attributes:
         written: Ranges by file, for each rank.
@@ -54,16 +54,16 @@ class Published:
 class MemoryTarget:
     """Write access to this host's part of an in-memory checkpoint; see `Target`.
 
-    Every rank prepares its own host. `publish` only keeps the small files, since every host has to get them.
+    Every rank prepares its own host. `publish` only keeps the small files, which are then sent to every host.
 
     Args:
         folder: The folder of the job on this host.
         name: Name of the checkpoint.
         url: URL of the checkpoint, for messages.
-        unit: `Target.align_bytes` of storage, so that shares can be flushed to it.
+        unit: Returns `Target.align_bytes` of storage, so that shares can be flushed to it.
 
     Attributes:
-        published: Published on the leader.
+        published: What `publish` kept, on the leader; None before.
     """
 
     ordered = False
@@ -77,7 +77,7 @@ class MemoryTarget:
         self._job = folder
         self._unit = unit
         self._name = name
-        self._room: Room | None = None
+        self._part: HostPart | None = None
         self._sizes: dict[str, int] = {}
         self._written = Written()
         self._files: dict[str, Descriptor] = {}
@@ -85,9 +85,9 @@ class MemoryTarget:
         self._lock = threading.Lock()
         self._folder = -1
 
-    def expect(self, room: Room) -> None:
+    def expect(self, part: HostPart) -> None:
         """Sets what this host keeps; call it before `prepare` or `join`."""
-        self._room = room
+        self._part = part
 
     def align_bytes(self, largest_bytes: int) -> int | None:
         return self._unit(largest_bytes) or ALIGN_BYTES
@@ -97,12 +97,12 @@ class MemoryTarget:
         return {"files": files}
 
     def join(self, ticket: Mapping[str, Any]) -> None:
-        assert self._room is not None
+        assert self._part is not None
         self._sizes = dict(ticket["files"])
-        files = [(name, nbytes, self._room.heads[name]) for name, nbytes in ticket["files"]]
-        self._job.make(self._name, self._room.plan, files, self._room.nbytes)
+        files = [(name, nbytes, self._part.heads[name]) for name, nbytes in ticket["files"]]
+        self._job.make(self._name, self._part.plan, files, self._part.nbytes)
         self._folder = self._job.open(self._name)
-        self.reserve(self._room.ranges)
+        self.reserve(self._part.ranges)
 
     def reserve(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Allocates the memory for ranges of files.

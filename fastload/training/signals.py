@@ -54,7 +54,7 @@ class StopSignals:
         """
         if self in _open:
             _open.remove(self)
-        _put_back()
+        _restore_handlers()
         self._queue.put(None)
 
     def note(self, number: int) -> None:
@@ -71,7 +71,7 @@ class StopSignals:
                 on_signal()
 
 
-_open: list[StopSignals] = []  # of this process
+_open: list[StopSignals] = []  # in this process
 _forking = threading.local()
 
 
@@ -108,7 +108,7 @@ def _listen(listener: StopSignals, number: int) -> None:
     signal.signal(number, handler)
 
 
-def _put_back() -> None:
+def _restore_handlers() -> None:
     for number in STOP_SIGNALS:
         top = signal.getsignal(number)
         if isinstance(top, _Handler) and not top.listeners:
@@ -117,7 +117,7 @@ def _put_back() -> None:
 
 
 def _before_fork() -> None:
-    """Blocks signals: Python loses those that reach a child before it runs."""
+    """Blocks signals, since Python loses those that reach a child before its first instruction."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if _open else None
 
 
@@ -128,7 +128,7 @@ def _after_fork() -> None:
 
 def _in_child() -> None:
     _open.clear()
-    _put_back()
+    _restore_handlers()
     _after_fork()
 
 
@@ -161,7 +161,7 @@ def worker_context(method: str | None = None) -> context.BaseContext:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Blocks the signals in processes that are started meanwhile, until they can handle them."""
+    """Blocks the signals in the block, also in processes that it starts, until they can receive them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -169,15 +169,15 @@ def _blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _heed_parent(parent_pid: int | None) -> None:
-    """Receives the blocked signals in a loop; a handler would not learn the sender."""
+def _exit_with_parent(parent_pid: int | None) -> None:
+    """Receives the blocked signals in a loop, since a handler does not get the sender."""
     while True:
-        came = signal.sigwaitinfo(STOP_SIGNALS)
-        if came.si_signo == signal.SIGTERM and came.si_pid == parent_pid:
+        received = signal.sigwaitinfo(STOP_SIGNALS)
+        if received.si_signo == signal.SIGTERM and received.si_pid == parent_pid:
             os._exit(0)  # at once, as torch's own handler does
 
 
-class _Sheltered:
+class _SignalSafeProcess:
     """The common part of the processes of all three start methods."""
 
     def start(self) -> None:
@@ -187,19 +187,21 @@ class _Sheltered:
     def run(self) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
-        threading.Thread(target=_heed_parent, args=(parent.pid,), name="fastload-heed", daemon=True).start()
+        threading.Thread(
+            target=_exit_with_parent, args=(parent.pid,), name="fastload-parent", daemon=True
+        ).start()
         super().run()  # type: ignore[misc]
 
 
-class _Fork(_Sheltered, context.ForkProcess):
+class _Fork(_SignalSafeProcess, context.ForkProcess):
     pass
 
 
-class _Spawn(_Sheltered, context.SpawnProcess):
+class _Spawn(_SignalSafeProcess, context.SpawnProcess):
     pass
 
 
-class _ForkServer(_Sheltered, context.ForkServerProcess):
+class _ForkServer(_SignalSafeProcess, context.ForkServerProcess):
     pass
 
 

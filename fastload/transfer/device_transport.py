@@ -1,7 +1,7 @@
 """The transports between devices: the group's backend, on communicators and streams of fastload's own.
 
-`DeviceTransport` serves plans in which all ranks want the same bytes. Chunks are in adjacent slots and move
-along the axes of a grid. `RoutedDeviceTransport` serves the other plans, with messages among few groups.
+`DeviceTransport` serves plans in which all ranks request the same bytes. Chunks are in adjacent slots and
+move along the axes of a grid. `RoutedDeviceTransport` serves the other plans, with messages among few groups.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Communicators:
     Args:
         world: The ranks.
         name: Key in the cache; the same on all ranks, and different for different members.
-        members: The ranks of each communicator of this rank, in order, by number. A communicator has one
-            number on all of its ranks, and no other one with this number has the same first rank.
+        members: Number of a communicator of this rank → its ranks, in order. Its number is the same on all
+            of these. Communicators with equal numbers have different first ranks.
         device: This rank's accelerator, with its index.
         backend: The backend, as `comm.group.backend_of` returns it.
     """
@@ -85,7 +85,7 @@ class Communicators:
             self._made = CommunicatorSet(offers[0]["new"])
 
     def connect(self, give_up: Callable[[], bool]) -> Mapping[int, Any]:
-        """Returns the communicators by number; all ranks of each have to come to make it.
+        """Returns the communicators by number; makes each together with all of its ranks.
 
         Raises:
             Interrupted: Some rank did not come, or `give_up` returned True.
@@ -263,7 +263,7 @@ class RoundEvents:
         return not self._broke and not self._thread.is_alive()
 
     def _wait_all(self) -> None:
-        # A new thread is on the default stream of the first device; others use both.
+        # A new thread starts on the default stream of the first device, which other code uses.
         with torch.inference_mode(), use_stream(self._stream):
             while (end := self._ends.get()) is not None:
                 self._wait(*end)

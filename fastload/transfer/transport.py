@@ -200,7 +200,7 @@ class Transport:
         """
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Waits until the other ranks no longer need the buffer of a round; otherwise as `wait`."""
+        """Waits until no other rank needs the buffer of a round; arguments and errors as for `wait`."""
 
     def post(self, work: Round) -> None:
         """Makes a round ready to receive."""
@@ -210,7 +210,7 @@ class Transport:
         raise NotImplementedError
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Waits until the memory of a round may be overwritten; otherwise as `wait`."""
+        """Waits until the memory of a round may be overwritten; arguments and errors as for `wait`."""
 
     def close(self) -> None:
         """Ends the transport; rounds that have not ended are abandoned."""
@@ -253,7 +253,7 @@ def wait_sent(work: Round, until_s: float, give_up: Callable[[], bool]) -> None:
 
 
 class LocalTransport(Transport):
-    """The transport of a rank that reads all it wants itself.
+    """The transport of a rank that reads all its bytes itself.
 
     Args:
         rank: This rank.

@@ -16,15 +16,15 @@ import pytest
 
 from fastload.errors import StorageError
 from fastload.storage.memory_folder import RECORD_NAME, JobFolder, find_jobs, find_memory, remove_dead
-from fastload.storage.memory_target import MemoryTarget, Room
+from fastload.storage.memory_target import HostPart, MemoryTarget
 
 JOB, OTHER = "0" * 16, "f" * 16
 ONE, TWO = "1" * 16, "2" * 16
 NBYTES = 3 << 20
 
 
-def room(plan: str = "p", nbytes: int = NBYTES) -> Room:
-    return Room(plan, {"a": b"head"}, nbytes, [("a", 1 << 20, NBYTES)])
+def room(plan: str = "p", nbytes: int = NBYTES) -> HostPart:
+    return HostPart(plan, {"a": b"head"}, nbytes, [("a", 1 << 20, NBYTES)])
 
 
 def make(job: JobFolder, name: str, plan: str = "p", nbytes: int = NBYTES) -> MemoryTarget:

@@ -22,7 +22,7 @@ from fastload.formats.untrusted import MAX_INT, are_sizes, is_unicode, parse_jso
 
 MAX_HEADER_BYTES = 100_000_000  # the reference library's limit
 LENGTH_BYTES = 8  # the little-endian u64 before the header
-ALIGN_BYTES = 8  # of the header's end, as fastload writes it, and the largest element
+ALIGN_BYTES = 8  # alignment of the data in fastload's files, and size of the largest element
 
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
