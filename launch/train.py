@@ -1,13 +1,13 @@
 """Trains a small language model on several ranks: initial weights, saves, stops and resumes with fastload.
 
     torchrun --nproc-per-node 2 launch/train.py --root /tmp/run --steps 200 --save-every 50
-    launch/slurm_torchrun.sbatch and the others beside it start it on a cluster
+    launch/slurm_torchrun.sbatch and the other files next to it start it on a cluster
 
-With `--parallel fsdp` or `hsdp` each rank holds a part of the model. Nothing about saving or resuming differs
-by that, nor do the files, so a training may go on with another `--parallel`, or on other ranks.
+With `--parallel fsdp` or `hsdp` each rank holds a part of the model. The code that saves and resumes is the
+same, and so are the files, so a training may continue with another `--parallel`, or on other ranks.
 
-Started again it goes on from its last commit, and ends with the very weights that it would have had without
-the interruption. SIGUSR1 and SIGTERM make it save and end with 0.
+When started again, it continues from its last commit, and ends with the same weights as without the
+interruption. On SIGUSR1 and SIGTERM it saves and exits with 0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
 
 
 class Text(Dataset[Tensor]):
-    """The text that a rank sees in each step, (size, length + 1); the same whenever it is asked."""
+    """The text of a rank in each step, (size, length + 1); always the same for a step."""
 
     def __init__(self, rank: int, *, size: int, length: int) -> None:
         self.rank, self.size, self.length = rank, size, length
@@ -73,10 +73,10 @@ class Text(Dataset[Tensor]):
 
 
 class Training:
-    """All that a training consists of.
+    """The parts of a training.
 
     Attributes:
-        state: Everything that a checkpoint holds: the same dict is saved and restored.
+        state: The contents of a checkpoint; the same dict is saved and restored.
     """
 
     def __init__(self, args: argparse.Namespace, rank: int, device: str) -> None:
@@ -106,12 +106,12 @@ class Training:
         return self.state["step"]
 
     def run(self, manager: fastload.CheckpointManager) -> None:
-        """Trains until all steps are done or somebody asks to stop."""
+        """Trains until all steps are done, or until a signal asks to stop."""
         args = self.args
         parallel = self.in_parallel()
         texts = iter(self.loader())
         while self.step < args.steps and not manager.stop_requested:
-            # Dropout draws from the step's and the rank's own numbers: nothing random is left to be saved.
+            # Dropout is seeded by step and rank, so no random state has to be saved.
             torch.manual_seed(args.seed + self.step * 65_537 + self.rank)
             self.optimizer.zero_grad()
             loss = self.loss_of(parallel, next(texts))
@@ -126,7 +126,7 @@ class Training:
             time.sleep(args.pause)
 
     def loader(self) -> DataLoader[Tensor]:
-        """Returns the text of the steps that are left; its workers outlive the signals of Slurm, too."""
+        """Returns the text of the remaining steps; its workers survive Slurm's signals."""
         num_workers = self.args.workers
         context = fastload.worker_context(self.args.worker_method) if num_workers else None
         return DataLoader(
@@ -140,10 +140,10 @@ class Training:
     def in_parallel(self) -> nn.Module:
         """Returns the model with gradients that are the mean over all ranks."""
         if not dist.is_initialized() or self.args.parallel != "ddp":
-            return self.model  # FSDP2 has seen to it
+            return self.model  # FSDP2 does that
         parallel = DistributedDataParallel(self.model)
-        # After its first backward DDP puts the gradients into another order, and that decides in which order
-        # the values of more than two ranks are added up. So that backward is none of the training's.
+        # After its first backward DDP reorders the gradients, which changes the order of summation over more
+        # than two ranks. So that backward is done before the training.
         self.loss_of(parallel, self.text[self.step]).backward()
         return parallel
 
@@ -154,7 +154,7 @@ class Training:
 
 
 def shard(model: Decoder, *, num_replicas: int) -> None:
-    """Shards a model in place, as FSDP2 does: over all ranks, or over those of each replica."""
+    """Shards a model in place by FSDP2: over all ranks, or over those of each replica."""
     from torch.distributed.fsdp import fully_shard  # takes a second
 
     num_shards, rest = divmod(dist.get_world_size(), num_replicas)
@@ -167,7 +167,7 @@ def shard(model: Decoder, *, num_replicas: int) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all weights, whole on every rank."""
+    """Returns all weights, complete on every rank."""
     state = model.state_dict()
     return {name: getattr(part, "full_tensor", lambda p=part: p)() for name, part in state.items()}
 
@@ -222,7 +222,7 @@ def main() -> None:
     if args.memory:
         every |= {"memory": args.memory, "memory_every_steps": args.memory_every}
         every["memory_copies"] = args.memory_copies
-    # First of all: from here on the signals of Slurm do not end the process.
+    # From here on Slurm's signals do not end the process, so this comes first.
     with fastload.CheckpointManager(args.root, keep_last=args.keep_last, **every) as manager:
         training = Training(args, rank, device)
         if manager.latest() is not None:

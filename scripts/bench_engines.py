@@ -1,11 +1,11 @@
-"""What integrations cost: `Checkpoint.tensors`, refreshes of a model, and dcp with fastload as its storage.
+"""The cost of integrations: `Checkpoint.tensors`, refreshes of a model, and DCP with fastload as its storage.
 
     python scripts/bench_engines.py --ranks 4 --size 440MiB --repeats 5 --folder /dev/shm
     $(tests/engines/setup) scripts/bench_engines.py vllm --size 1340MB --repeats 3
     $(tests/engines/setup) scripts/bench_engines.py lab --hosts 2 --storage-rate 400mbit     (as root)
 
-The second one loads a model in the workers of vLLM, by its own loader and by others; the third one in workers
-on lab hosts (scripts/lab), which share one link to the storage.
+The second command loads a model in vLLM's workers, with vLLM's own loader and with others. The third one does
+so on lab hosts (scripts/lab) that share one link to the storage.
 
 Arms run interleaved in one job, each from a barrier until the slowest rank is done; the first run of each is
 not counted.
@@ -76,7 +76,7 @@ def main(context: click.Context, ranks: int, size: int, repeats: int, folder: st
 @click.option("--arms", default="auto,runai_streamer,fastload", show_default=True, help="Load formats.")
 @click.option("--cold", is_flag=True, help="Also with files that are not in the page cache.")
 def vllm(size: int, repeats: int, folder: str | None, sizes: tuple[int, ...], arms: str, cold: bool) -> None:
-    """Loads of one model in the workers of vLLM."""
+    """Load one model in the workers of vLLM."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from bench_parts import vllm_loads
 
@@ -130,7 +130,7 @@ def lab(hosts: int, size: int, storage_rate: str, host_rate: str, repeats: int, 
 @main.command(hidden=True)
 @click.argument("settings")
 def rank(settings: str) -> None:
-    """One rank of the job."""
+    """Run one rank of the job."""
     given = json.loads(settings)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
@@ -158,7 +158,7 @@ def rank(settings: str) -> None:
 
 
 def make_arms(folder: Path, num_layers: int) -> dict[str, Callable[[], object]]:
-    """Writes the checkpoints, and returns what is measured."""
+    """Writes the checkpoints, and returns the arms."""
     torch.manual_seed(0)
     model = layers(num_layers)
     fastload.save(model.state_dict(), folder / "new")
@@ -200,7 +200,7 @@ def make_arms(folder: Path, num_layers: int) -> dict[str, Callable[[], object]]:
 
 
 def layers(num_layers: int) -> nn.Module:
-    """Returns a model of so many square matrices."""
+    """Returns a model of square matrices."""
     return nn.Sequential(
         *[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(num_layers)]
     )

@@ -1,13 +1,13 @@
-"""What checkpoints cost a training with the Trainer of transformers, or Lightning: theirs, and fastload's.
+"""The cost of checkpoints in a training with transformers' Trainer or Lightning: their own, and fastload's.
 
     python scripts/bench_integrations.py trainer --model minilm
     python scripts/bench_integrations.py lightning --model 400MB
 
-Each arm is a training with DDP on one machine, of a job of its own: some steps, a save after each, and a long
-step after each save, so that a save in the background has ended before the next. Then another training
-resumes, from files that are not in the page cache, with each arm in turn, several times. Seconds are those of
-the slowest rank: how long training stands still for a save, and how long a resume waits for the state of
-model and optimizer. As root, for the page cache is dropped.
+Each arm is a separate training with DDP on one machine: some steps, a save after each, and a long step after
+each save, so that a save in the background ends before the next one. Then another training resumes with each
+arm in turn, several times, from files that are not in the page cache. Seconds are those of the slowest rank:
+the time that training waits for a save, and the time that a resume waits for the state of model and
+optimizer. Run as root, since the page cache is dropped.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def main(library: str, model: str, ranks: int, loads: int, folder: str | None, j
     write_json(json_path, rows)
 
 
-# ---- what its ranks do
+# ---- the ranks
 
 
 class Clock:
-    """Adds up the seconds of calls, on all ranks from a barrier to the slowest."""
+    """Sums the seconds of calls, on all ranks from a barrier to the slowest."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -93,7 +93,7 @@ class Clock:
 
 
 def rank(settings: dict[str, Any]) -> None:
-    """Is one rank of a training; the first writes what it measured."""
+    """Runs one rank of a training; the first one writes its measurements."""
     run: Callable[..., Any] = {"trainer": with_trainer, "lightning": with_lightning}[settings["library"]]
     folder = Path(settings["folder"])
     if settings["resumes"]:
@@ -105,7 +105,7 @@ def rank(settings: dict[str, Any]) -> None:
         nbytes = sum(path.stat().st_size for path in (folder / "run").rglob("*")) / NUM_SAVES
         rows = {"stalls_s": clock.seconds, "load_s": sum(clock.seconds), "nbytes": nbytes}
         (folder / "rows.json").write_text(json.dumps(rows))
-    if dist.is_initialized():  # else threads of Gloo may abort a process that ends
+    if dist.is_initialized():  # otherwise threads of Gloo may abort a process at its exit
         dist.barrier()
         dist.destroy_process_group()
 

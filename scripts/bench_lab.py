@@ -1,4 +1,4 @@
-"""How long loading takes on several hosts with one storage system: fastload next to other libraries.
+"""Load times on several hosts with one storage system: fastload and other libraries.
 
     scripts/lab/setup && apt-get install sshfs socat openssh-sftp-server
     .venv/bin/pip install -r scripts/bench_lab_requirements.txt -c constraints.txt
@@ -14,18 +14,17 @@ The regimes: in `shared` all hosts share one storage link; in `share` each host 
 to the storage, as where a file system gives every client a fixed share. The floor is one host that
 streams every byte once: in `share` N hosts can be up to N times as fast.
 
-What an arm reads is told beside its name: HTTP as the floor, S3, or files that sshfs mounts.
+The name of an arm says what it reads: HTTP as the floor, S3, or files that sshfs mounts.
 
-With --shards each host gets only its part, into DTensors that are there before, and other arms run:
-those that can load into DTensors.
+With --shards each host loads its part into existing DTensors, and the arms are those that can load into
+DTensors.
 
-With --ranks-per-host each host has several ranks, and every one of them gets all. With --against an
-older fastload runs in the same tables: `git worktree add ../old COMMIT`, `--against ../old`. It has ranks of
-its own, in a second job, which takes turns with the first.
+With --ranks-per-host each host has several ranks, which all load everything. With --against, an older
+fastload is in the same tables: `git worktree add ../old COMMIT`, `--against ../old`. It runs in a second job,
+which takes turns with the first.
 
-Beside each of fastload's arms stands what `fastload plan` predicts from the rates. As all hosts share
-this machine's cores, loads without any rates come first, for each number of hosts: they say what
-those manage.
+Next to each of fastload's arms is the prediction of `fastload plan` from the rates. All hosts share this
+machine's cores, so loads without rate limits come first, for each number of hosts: they measure the cores.
 """
 
 from __future__ import annotations
@@ -121,12 +120,15 @@ def main(
     png_path: Path | None,
     drawn: Path | None,
 ) -> None:
-    """Measure how long loading takes on several hosts with one storage system."""
+    """Measure load times on several hosts with one storage system."""
     if drawn is not None:
         show(json.loads(drawn.read_text()), png_path)
         return
     need("ip", "nginx", "sshfs", "socat")
-    for number in (signal.SIGINT, signal.SIGTERM):  # either way the lab goes down, in the background too
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # so that the lab is shut down in any case, also in the background
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     rates = {
         "shared": ["--storage-rate", storage_rate, "--host-rate", host_rate],
@@ -181,7 +183,7 @@ def main(
 
 
 def show(result: dict[str, Any], png_path: Path | None) -> None:
-    """Prints the tables, and draws the picture if a path is given."""
+    """Prints the tables, and draws the picture if there is a path."""
     for regime in result["rates"]:
         print_regime(result, regime)
         if not result.get("shards"):
@@ -196,7 +198,7 @@ def show(result: dict[str, Any], png_path: Path | None) -> None:
 def unshaped_s(
     hosts: int, checkpoints: dict[str, Checkpoint], timeout_s: float, ranks_per_host: int
 ) -> float:
-    """Seconds of a load with links as fast as they get: what the cores of this machine manage."""
+    """Returns the seconds of a load over links without limits: the limit of this machine's cores."""
     with Lab(hosts, [], checkpoints) as running:
         arms = ["fastload allgather"]
         outcome = running.run(arms, [], 3, timeout_s, ranks_per_host=ranks_per_host)
@@ -213,7 +215,7 @@ def need(*tools: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Returns the versions and the machine that the numbers depend on."""
     versions = {}
     for name in _PACKAGES:
         try:

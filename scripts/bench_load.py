@@ -1,4 +1,4 @@
-"""How long loading takes on one machine: fastload next to the ways people load without it.
+"""Load times on one machine: fastload and common ways to load without it.
 
     python scripts/bench_load.py throttled --ranks 4 --size 512MiB --rate 150MB/s
     python scripts/bench_load.py warm
@@ -13,8 +13,8 @@
     python scripts/bench_load.py plan
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the
-slowest rank has the whole state, and are verified, outside of the timing, against one digest. Those of
-`first` and `tiny` run in fresh processes each.
+slowest rank has the complete state, and are verified, outside of the timing, by one digest. Those of
+`first` and `tiny` each run in fresh processes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from fastload.formats.state import state_digest
 Arm = Callable[[], baselines.State]
 
 
-# ---- what the user calls
+# ---- commands
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -89,7 +89,7 @@ json_option = click.option(
 @arms_option
 @json_option
 def throttled(ranks: int, size: int, rate: int, repeats: int, arms: str, json_path: str | None) -> None:
-    """Load from storage of fixed bandwidth, shared by all ranks: what a byte costs, not what is cached."""
+    """Load from storage of fixed bandwidth that all ranks share, without a cache."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, "checkpoint"), size)
         settings = {"digest": digest, "rate": rate, "repeats": repeats, "arms": arms}
@@ -110,7 +110,7 @@ def throttled(ranks: int, size: int, rate: int, repeats: int, arms: str, json_pa
 @arms_option
 @json_option
 def warm(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) -> None:
-    """Load local files that are in the page cache: where reading once buys nothing."""
+    """Load local files that are in the page cache, where reading once has no advantage."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, "checkpoint"), size)
         rows = run_on_ranks(__file__, ranks, folder, part="warm", digest=digest, repeats=repeats, arms=arms)
@@ -129,7 +129,7 @@ def warm(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) 
 def cold_files(
     ranks: int, size: int, repeats: int, folder: str | None, arms: str, json_path: str | None
 ) -> None:
-    """Load local files that are not in the page cache, which is emptied before every run (root only)."""
+    """Load local files after the page cache is emptied (root only)."""
     with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as place:
         checkpoint = Path(place, "checkpoint")
         checkpoint.mkdir()
@@ -148,7 +148,7 @@ def cold_files(
 @arms_option
 @json_option
 def first(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) -> None:
-    """Load warm local files in processes that have loaded nothing before, as a job does."""
+    """Load warm local files in fresh processes, like a new job."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, fresh.PLAIN), size)
         fresh.save_too(Path(folder))
@@ -165,7 +165,7 @@ def first(ranks: int, size: int, repeats: int, arms: str, json_path: str | None)
 @arms_option
 @json_option
 def tiny(ranks: int, tensors: int, repeats: int, arms: str, json_path: str | None) -> None:
-    """Load very many very small tensors: what a tensor costs, not a byte."""
+    """Load very many very small tensors: the cost of a tensor rather than of a byte."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = fresh.make_tiny(Path(folder, fresh.PLAIN), tensors)
         fresh.save_too(Path(folder))
@@ -180,7 +180,7 @@ def tiny(ranks: int, tensors: int, repeats: int, arms: str, json_path: str | Non
 @click.option("--repeats", default=50, show_default=True, help="Calls of each kind.")
 @json_option
 def small_states(ranks: int, size: int, repeats: int, json_path: str | None) -> None:
-    """Load and save a small state again and again: what a call of all ranks costs, not a byte."""
+    """Load and save a small state repeatedly: the cost of a call rather than of its bytes."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         rows = run_on_ranks(__file__, ranks, folder, part="small", nbytes=size, repeats=repeats)
     small.print_small(rows, f"{size / MIB:.1f} MiB, local and warm, {ranks} ranks of one host")
@@ -192,7 +192,7 @@ def small_states(ranks: int, size: int, repeats: int, json_path: str | None) -> 
 @click.option("--repeats", default=10, show_default=True, help="Calls of each number.")
 @json_option
 def agree(sizes: str, repeats: int, json_path: str | None) -> None:
-    """Have ranks agree that are threads of one process: what that costs the more there are."""
+    """Let many ranks agree, as threads of one process: the cost by their number."""
     rows = agreements.measure([int(size) for size in sizes.split(",")], repeats)
     agreements.print_agreements(rows)
     parts = agreements.measure_parts(16384, 200 * repeats)
@@ -221,7 +221,7 @@ def fsdp_shards(ranks: int, size: int, repeats: int, arms: str, json_path: str |
 @click.option("--fsdp", "sharded", is_flag=True, help="Each rank gets its part of a model that FSDP2 shards.")
 @json_option
 def memory(ranks: int, size: int, sharded: bool, json_path: str | None) -> None:
-    """Measure the most memory that a load takes beyond the state, one tensor being half of the checkpoint."""
+    """Measure the peak memory of a load beyond the state; one tensor is half of the checkpoint."""
     needed = (2 if sharded else ranks + 1) * size + 2 * GIB
     if available_bytes() < needed:
         raise click.ClickException(f"needs {needed / GIB:.0f} GiB, free are {available_bytes() / GIB:.0f}")
@@ -250,9 +250,9 @@ def memory(ranks: int, size: int, sharded: bool, json_path: str | None) -> None:
 @repeats_option
 @json_option
 def plan(repeats: int, json_path: str | None) -> None:
-    """Time what one rank plans: the reads of all ranks, their digest, and its own chunks and file ranges.
+    """Time one rank's planning: the reads of all ranks, their digest, its own chunks and file ranges.
 
-    And what rank 0 does before a sharded load, from hearing what each rank wants.
+    Also rank 0's work before a sharded load, from the requests of all ranks on.
     """
     rows = [
         measure_plan(tensors, ranks, every=every, block_bytes=block_bytes, repeats=repeats)
@@ -298,13 +298,13 @@ def _noise(count: int) -> torch.Tensor:
     return torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16).view(torch.bfloat16)
 
 
-# ---- what each rank does
+# ---- the ranks
 
 
 @main.command(hidden=True)
 @click.argument("settings")
 def rank(settings: str) -> None:
-    """Be one rank of the job."""
+    """Run one rank of the job."""
     given = json.loads(settings)
     dist.init_process_group("gloo")
     parts: dict[str, Callable[..., Any]] = {
@@ -369,13 +369,15 @@ def measure(
     link: Link | None = None,
     cold_folder: str = "",
 ) -> list[dict[str, Any]]:
-    """Runs all arms in turn, so that what the machine is doing meanwhile hits all of them."""
+    """Runs all arms in turn, so that other load of the machine affects them equally."""
     reports: list[LoadReport] = []
     for strategy in ("allgather", "broadcast", "auto", "direct"):
         options = LoadOptions(strategy=strategy, on_report=reports.append)
         named[f"fastload {strategy}"] = partial(fastload.load, url, options=options)
     named = {name: arm for name, arm in named.items() if any(part in name for part in only.split(","))}
-    fastload.load(url, names="layers.0.*", options=LoadOptions(strategy="allgather"))  # first use costs more
+    fastload.load(
+        url, names="layers.0.*", options=LoadOptions(strategy="allgather")
+    )  # the first use is slower
     rows: dict[str, dict[str, Any]] = {
         name: {"arm": name, "wanted": wanted, "seconds": [], "cpu_s": []} for name in named
     }
@@ -409,7 +411,7 @@ def measure(
 
 
 def timed(arm: Arm) -> tuple[baselines.State, float, float]:
-    """Returns what the arm loaded, its seconds, and this process's CPU seconds, user and system."""
+    """Returns the loaded state, the seconds, and this process's CPU seconds, user and system."""
     cpu, began = sum(os.times()[:2]), time.perf_counter()
     state = arm()
     return state, time.perf_counter() - began, sum(os.times()[:2]) - cpu
@@ -417,7 +419,9 @@ def timed(arm: Arm) -> tuple[baselines.State, float, float]:
 
 def memory_rows(folder: str, digest: str) -> list[dict[str, Any]]:
     root, rows = f"{folder}/checkpoint", []
-    fastload.load(root, names="layers.0.*", options=LoadOptions(strategy="allgather"))  # code is no staging
+    fastload.load(
+        root, names="layers.0.*", options=LoadOptions(strategy="allgather")
+    )  # imported code is not staging
     for strategy in ("allgather", "broadcast"):
         for staging_bytes in (LoadOptions().staging_bytes, 32 * MIB):
             reports: list[LoadReport] = []

@@ -3,8 +3,8 @@
     python scripts/bench_memory.py --hosts 4
 
 As root, see scripts/lab. A job on all hosts saves a checkpoint to storage and keeps checkpoints in memory;
-its processes end without a word. The next ones restore from memory, from memory after a host has lost what it
-had, and from storage. Links are capped; their counters say what crossed them.
+then its processes are killed. The next jobs restore from memory, from memory after a host has lost its
+memory, and from storage. Links are capped, and count their bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TIMEOUT_S = 60.0
 def main(
     hosts: int, size: int, copies: int, storage_rate: str, host_rate: str, memory: str, json_path: str | None
 ) -> None:
-    """Measures, and prints a table."""
+    """Measure, and print a table."""
     rates = ["--host-rate", host_rate, "--storage-rate", storage_rate]
     subprocess.run([LAB / "up", str(hosts), *rates], check=True, stdout=sys.stderr)
     try:
@@ -80,7 +80,7 @@ def counters() -> dict[str, Any]:
 
 
 def run(phase: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Runs a job on all hosts; returns what rank 0 has written, and what crossed the links meanwhile."""
+    """Runs a job on all hosts; returns rank 0's measurements, and the bytes that crossed the links."""
     with tempfile.NamedTemporaryFile("r") as results:
         settings = json.dumps({**given, "phase": phase, "results": results.name})
         before = counters()
@@ -104,7 +104,7 @@ def show(rows: dict[str, Any], hosts: int, nbytes: int, storage: float, link: fl
         f"{saved['copy_s'] * 1e3:.0f} ms; it counts after {saved['total_s']:.2f} s"
     )
     for name, row in rows.items():
-        # Each byte is read by one host, and goes to the others; an empty host needs all.
+        # Each byte is read by one host and sent to the others; an empty host needs all of them.
         need_s = nbytes * (1 if name == "one host replaced" else 1 - 1 / hosts) / link
         print(
             f"restore, {name:18} {row['restore_s']:6.2f} s = {row['restore_s'] / floor_s:.2f} x storage's, "
@@ -114,7 +114,7 @@ def show(rows: dict[str, Any], hosts: int, nbytes: int, storage: float, link: fl
         )
 
 
-# ---- what a rank does
+# ---- the ranks
 
 
 def job(settings: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def job(settings: dict[str, Any]) -> None:
     if rank == 0:
         Path(settings["results"]).write_text(json.dumps(row))
     dist.barrier()
-    os._exit(0)  # as if it were killed: what is in memory stays
+    os._exit(0)  # like a kill: the memory tier stays
 
 
 def slowest(seconds: float) -> float:
@@ -172,7 +172,7 @@ def slowest(seconds: float) -> float:
 
 
 def keep(manager: Any, keeper: Any, state: Any, num_ranks: int) -> dict[str, Any]:
-    """Saves to storage once, and to memory some times."""
+    """Saves to storage once, and to memory several times."""
     import torch
     import torch.distributed as dist
 

@@ -1,15 +1,15 @@
-"""How long saving takes on one machine: fastload next to the ways people save without it.
+"""Save times on one machine: fastload and common ways to save without it.
 
     python scripts/bench_save.py local --ranks 4 --size 1GiB
     python scripts/bench_save.py stall
     python scripts/bench_save.py training
     python scripts/bench_save.py slow
 
-With `--shards fsdp` (or `hsdp`, `tp`) each rank has DTensors of the state instead of all of it.
+With `--shards fsdp` (or `hsdp`, `tp`) the state consists of DTensors.
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the slowest
-rank is done. Every save goes to a path of its own. What the one before wrote is removed, and the file
-system synced, outside of the timing.
+rank is done. Every save has its own path. The previous checkpoint is removed, and the file system synced,
+outside of the timing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from bench_parts.save_training import Training
 from fastload.options import SaveOptions
 from fastload.saving.snapshot import buffer_pool
 
-# ---- what the user calls
+# ---- commands
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,7 +90,7 @@ def local(
     folder: str | None,
     json_path: str | None,
 ) -> None:
-    """Save to a local file system, until all is durable."""
+    """Save to a local file system, until everything is durable."""
     require_memory((ranks + 2) * size + 2 * GIB)
     rows = measured("local", ranks, folder, json_path, size=size, shards=shards, repeats=repeats, arms=arms)
     title = f"{size / MIB:.0f} MiB{_as(shards)} saved by {ranks} ranks of one host, until durable"
@@ -115,7 +115,7 @@ def stall(
     folder: str | None,
     json_path: str | None,
 ) -> None:
-    """Save in the background: how long training waits, and how much memory it takes."""
+    """Save in the background: the time that training waits, and the memory."""
     require_memory((ranks + 2) * size + 4 * GIB)
     rows = measured("stall", ranks, folder, json_path, size=size, shards=shards, repeats=repeats, arms=arms)
     title = f"{size / MIB:.0f} MiB{_as(shards)} saved in the background by {ranks} ranks"
@@ -143,9 +143,9 @@ def training(
     folder: str | None,
     json_path: str | None,
 ) -> None:
-    """Train with DDP or FSDP2 on CPUs, save every few steps: what that costs in wall-clock time.
+    """Train with DDP or FSDP2 on CPUs, and save every few steps: the cost in wall time.
 
-    To storage, or to memory, where each rank is as if it were a host of its own.
+    To storage, or to memory, with each rank as its own host.
     """
     model = {"width": width, "batch": batch, "fsdp": fsdp, "every": every}
     rows = measured("training", ranks, folder, json_path, repeats=repeats, arms=arms, **model)
@@ -159,7 +159,7 @@ def training(
 @click.option("--repeats", default=3, show_default=True, help="Runs of each.")
 @json_option
 def plan(tensors: str, ranks: int, repeats: int, json_path: str | None) -> None:
-    """Plan a save of DTensors on one of many ranks: what training waits for before the copy."""
+    """Plan a save of DTensors on one of many ranks: the time that training waits before the copy."""
     rows = [save_planning.measure_save_plan(int(n), ranks, repeats=repeats) for n in tensors.split(",")]
     write_json(json_path, rows)
     save_tables.print_plans(rows)
@@ -190,7 +190,7 @@ def slow(
     folder: str | None,
     json_path: str | None,
 ) -> None:
-    """Train, and save to storage that takes longer than an interval: how long training waits for it."""
+    """Train, and save to storage that is slower than the interval: the time that training waits."""
     model = {"width": width, "batch": batch, "every": every}
     rows = measured("slow", ranks, folder, json_path, repeats=repeats, saves=saves, takes=takes, **model)
     title = f"{ranks} ranks, a save every {every} steps to storage that takes {takes} intervals for each"
@@ -200,7 +200,7 @@ def slow(
 def measured(
     part: str, ranks: int, folder: str | None, json_path: str | None, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Runs one part on ranks of its own, saving below the folder; returns its rows, and writes them too."""
+    """Runs one part on separate ranks that save below the folder; returns and writes its rows."""
     with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
         rows: list[dict[str, Any]] = run_on_ranks(__file__, ranks, place, part=part, **settings)
     write_json(json_path, rows)
@@ -212,13 +212,13 @@ def require_memory(nbytes: int) -> None:
         raise click.ClickException(f"needs {nbytes / GIB:.0f} GiB, free are {available_bytes() / GIB:.0f}")
 
 
-# ---- what each rank does
+# ---- the ranks
 
 
 @main.command(hidden=True)
 @click.argument("settings")
 def rank(settings: str) -> None:
-    """Be one rank of the job."""
+    """Run one rank of the job."""
     given = json.loads(settings)
     dist.init_process_group("gloo")
     parts = {"local": local_rows, "stall": stall_rows, "training": training_rows, "slow": slow_rows}
@@ -283,7 +283,7 @@ def stall_rows(folder: str, size: int, shards: str | None, repeats: int, arms: s
         for name, arm in named.items():
             with fresh_path(folder) as path:
                 if name.endswith("first"):
-                    buffer_pool.clear()  # as if nothing had been saved in this process before
+                    buffer_pool.clear()  # like the first save of a process
                 before, began = forget_peak(), time.perf_counter()
                 wait = arm(state, path)
                 stall_s = time.perf_counter() - began
@@ -313,7 +313,7 @@ def training_rows(
     }
     kept = {f"in memory, copies: {copies}": Generations(Path(folder), copies) for copies in (1, 2)}
     named = {"no saves": arms_of.nothing, **chosen({**named, **kept}, arms)}
-    for arm in named.values():  # imports and first uses are over then
+    for arm in named.values():  # to finish imports and first uses
         with fresh_path(folder) as path:
             job.run(2, arm, path)
     rows = new_rows(named, wanted=job.nbytes)
@@ -328,7 +328,7 @@ def training_rows(
             rows[name]["cpu_s"].append(sum(one for _, one in everyone))
             rows[name]["steps_s"].append(steps_s)
             rows[name]["beside_s"].extend(beside_s)
-        order.append(order.pop(0))  # side by side, and not always the same one first
+        order.append(order.pop(0))  # interleaved, and not always in the same order
     for name, field in itertools.product(list(named)[1:], ("seconds", "cpu_s", "steps_s")):
         rows[name][f"base_{field}"] = rows["no saves"][field]
     for manager in kept.values():
@@ -340,7 +340,7 @@ def slow_rows(
     folder: str, width: int, batch: int, every: int, saves: int, takes: float, repeats: int
 ) -> list[dict[str, Any]]:
     job = Training(width=width, batch=batch, fsdp=False)
-    job.steps(every)  # imports and first uses are over then
+    job.steps(every)  # to finish imports and first uses
     without = {"every": every, "num_saves": saves, "root": None}
     dist.barrier()
     interval_s = save_slow.agreed(save_slow.train(job, **without)["seconds"] / saves)
@@ -353,7 +353,7 @@ def slow_rows(
         for turn, row in itertools.product(range(repeats), rows):
             with fresh_path(folder) as path:
                 given = {**without, "root": path, "max_pending_saves": row["number"]}
-                pair = [("base_", without), ("", given)]  # side by side, and not always the same one first
+                pair = [("base_", without), ("", given)]  # interleaved, and not always in the same order
                 for field, which in pair if turn % 2 else reversed(pair):
                     dist.barrier()
                     found = save_slow.train(job, **which)
@@ -372,7 +372,7 @@ def new_rows(named: dict[str, Any], **facts: Any) -> dict[str, dict[str, Any]]:
 
 
 def warm_up(folder: str, named: dict[str, Any], shards: str | None) -> None:
-    """Saves something small first: imports and first uses are over then."""
+    """Saves something small, to finish imports and first uses."""
     state = save_shards.shard(arms_of.make_state(64 * MIB), shards or "")
     for arm in named.values():
         with fresh_path(folder) as path:
@@ -383,7 +383,7 @@ def warm_up(folder: str, named: dict[str, Any], shards: str | None) -> None:
 
 @contextmanager
 def fresh_path(folder: str) -> Iterator[Path]:
-    """Yields a path where nothing is, on all ranks at once; what is there afterwards is removed."""
+    """Yields a free path, the same on all ranks, and removes it afterwards."""
     path = Path(folder, "saved", "checkpoint")
     gc.collect()
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""How long saving to S3 takes on several hosts whose links are the bottleneck: by how many writers share it.
+"""Save times to S3 on several hosts whose links are the bottleneck, by the number of writers.
 
     scripts/lab/setup
     .venv/bin/python scripts/bench_save_lab.py --hosts 4 --json save.json     (as root)
@@ -6,12 +6,10 @@
 The hosts are those of scripts/lab, on this machine, and so is the store, SeaweedFS; its link is not
 capped. All ranks hold the same state or, with `--shards`, DTensors of it. All arms run interleaved in one
 job for each number of hosts, each from a barrier until the slowest rank is done, and every arm has saved a
-small state before. Each link's counters say what crossed it. What was saved is checked, and removed, outside
-of the timing.
+small state before. Each link counts its bytes. Checkpoints are checked and removed outside of the timing.
 
 The arm with a mount (sshfs) needs: apt-get install sshfs socat openssh-sftp-server.
-The arms with s3fs need it: .venv/bin/pip install s3fs boto3 (which may replace boto3 by an older one that
-s3fs's client goes with).
+The arms with s3fs need: .venv/bin/pip install s3fs boto3 (this may install an older boto3 for s3fs's client).
 """
 
 from __future__ import annotations
@@ -53,9 +51,12 @@ def main(
     timeout_s: float,
     json_path: Path | None,
 ) -> None:
-    """Measure how long saving to S3 takes on several hosts."""
+    """Measure save times to S3 on several hosts."""
     need("ip", "nginx")
-    for number in (signal.SIGINT, signal.SIGTERM):  # either way the lab goes down, in the background too
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # so that the lab is shut down in any case, also in the background
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     jobs: list[dict[str, Any]] = []
     rates = ["--host-rate", host_rate, *(["--per-host-storage-rate", share_rate] if share_rate else [])]

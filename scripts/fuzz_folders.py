@@ -1,11 +1,10 @@
-"""Mutates small directories that torch or its peers saved, and loads them: an error, or right values.
+"""Mutates small directories of torch and other programs, and loads them: an error, or correct values.
 
     .venv/bin/python scripts/fuzz_folders.py --kind dcp --count 20000 --seed 1
 
-Nothing but a `FastloadError` may come out, or what torch reads in the same bytes: where a load succeeds, each
-of its tensors is the one that was saved, or else what `torch.load(weights_only=True)`, or the safetensors
-library, finds in that file. Bytes of tensors are left as they are. Whoever takes longer than some seconds, or
-asks for much memory, fails.
+A load must raise a `FastloadError`, or return what torch reads from the same bytes: each tensor is the one
+that was saved, or the one that `torch.load(weights_only=True)` or the safetensors library finds in that file.
+Bytes of tensors are not mutated. A load that takes more than some seconds, or much memory, fails.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def saved_state() -> dict[str, Any]:
 
 
 def make_directories(root: Path) -> list[Path]:
-    """Saves as DCP does with one file, with several, and without collectives."""
+    """Saves by DCP in one file, in several, and without collectives."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = saved_state()
@@ -71,7 +70,7 @@ def make_directories(root: Path) -> list[Path]:
 
 
 def make_megatron(root: Path) -> list[Path]:
-    """Lays out what `megatron.core.dist_checkpointing` does: what ranks share beside what DCP saves."""
+    """Lays out a directory as `megatron.core.dist_checkpointing` does: a common file next to DCP's."""
     sharded = {"decoder.weight": torch.randn(2, 3, 4), "decoder.bias": torch.ones(3)}
     objects = {"rng_state/shard_0_1": {"seed": 7, "cuda": torch.arange(4)}}
     with warnings.catch_warnings(action="ignore"):
@@ -85,7 +84,7 @@ def make_megatron(root: Path) -> list[Path]:
 
 
 def make_bin(root: Path) -> list[Path]:
-    """Lays out what transformers once did: files of torch.save, and an index."""
+    """Lays out a directory as older transformers do: files of torch.save, and an index."""
     (root / "bin").mkdir()
     whole = torch.randn(4, 6)
     parts = [
@@ -102,7 +101,7 @@ def make_bin(root: Path) -> list[Path]:
 
 
 def make_shards(root: Path) -> list[Path]:
-    """Lays out what `HuggingFaceStorageWriter(save_distributed=True)` does on two ranks."""
+    """Lays out a directory as `HuggingFaceStorageWriter(save_distributed=True)` does on two ranks."""
     (root / "shards").mkdir()
     weight, bias = torch.randn(6, 4), torch.randn(5)
     for rank in range(2):
@@ -116,7 +115,7 @@ def make_shards(root: Path) -> list[Path]:
 
 
 def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
-    """Returns where the bytes of tensors are, by file."""
+    """Returns the byte ranges of tensors, by file."""
     manifest = fastload.inspect(folder)
     ranges: dict[str, list[tuple[int, int]]] = {}
     for extent in manifest.extents:
@@ -126,7 +125,7 @@ def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
 
 
 def mutate(data: bytearray, at: int, room: int, choose: random.Random) -> None:
-    """Changes at most `room` bytes, or takes some out, or puts some in."""
+    """Changes, removes or inserts at most `room` bytes."""
     kind = choose.randrange(8)
     if kind < 2:
         data[at] ^= 1 << choose.randrange(8)
@@ -145,7 +144,7 @@ def mutate(data: bytearray, at: int, room: int, choose: random.Random) -> None:
 
 
 def spots(folder: Path, ranges: dict[str, list[tuple[int, int]]]) -> list[tuple[Path, int, int]]:
-    """Returns all places that are not within tensors, and how far it is to the next one."""
+    """Returns all positions outside of tensors, and the distance of each to the next tensor."""
     found = []
     for path in sorted(folder.iterdir()):
         taken = ranges.get(path.name, [])
@@ -162,7 +161,7 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 
 def run_one(folder: Path, expected: dict[str, Tensor]) -> str:
-    """Loads a directory; returns what came of it."""
+    """Loads a directory; returns the outcome."""
     try:
         state = fastload.load(folder)
     except FastloadError as error:
@@ -185,7 +184,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def is_as_torch_reads(folder: Path, manifest: fastload.Manifest, name: str, tensor: Tensor) -> bool:
-    """Whether torch finds the same in the item that a tensor is in."""
+    """Whether torch reads the same values from the item of a tensor."""
     entry = manifest.by_name[name]
     path = folder / manifest.files[entry.file].name
     if path.suffix == ".safetensors":
@@ -204,14 +203,14 @@ def is_as_torch_reads(folder: Path, manifest: fastload.Manifest, name: str, tens
 
 
 def repacked(archive: bytes) -> bytes:
-    """Returns an archive with the same pickle and storages, and without what torch reads beside them."""
+    """Returns an archive with only the same pickle and storages."""
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as found, zipfile.ZipFile(packed, "w") as made:
         for record in found.infolist():
             _, _, name = record.filename.partition("/")
             if name == "data.pkl" or name.startswith("data/"):
                 at = record.header_offset + 30
-                at += sum(struct.unpack_from("<HH", archive, at - 4))  # the name, and what pads
+                at += sum(struct.unpack_from("<HH", archive, at - 4))  # the name, and padding
                 made.writestr(f"it/{name}", archive[at : at + record.file_size])
         made.writestr("it/version", "3")
         made.writestr("it/byteorder", "little")
@@ -219,7 +218,7 @@ def repacked(archive: bytes) -> bytes:
 
 
 def joined_shards(folder: Path, name: str, like: Tensor) -> Tensor:
-    """Puts a tensor together from what the safetensors library reads."""
+    """Assembles a tensor from the shards that the safetensors library reads."""
     whole = torch.full_like(like, 99)
     for path in sorted(folder.iterdir()):
         try:
@@ -276,7 +275,7 @@ def outcomes(kind: str, count: int, seed: int) -> Iterator[str]:
 
 
 def limited(call: Callable[[], str]) -> str:
-    """Calls, with little time and memory."""
+    """Calls a function with limits of time and memory."""
     signal.alarm(_LOAD_S)
     try:
         return call()
@@ -293,7 +292,7 @@ def too_long(number: int, frame: object) -> None:
 @click.option("--count", default=20_000, show_default=True, help="Mutations.")
 @click.option("--seed", default=1, show_default=True, help="Of the choices.")
 def main(kind: str, count: int, seed: int) -> None:
-    """Load directories with bytes changed, and count what comes of it."""
+    """Load mutated directories, and count the outcomes."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, too_long)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
