@@ -20,8 +20,7 @@ import fastload
 from fastload.cli.cadence import cadence
 from fastload.cli.console import CommandGroup
 from fastload.cli.convert import convert
-from fastload.cli.doctor import doctor
-from fastload.cli.load import load, stage, verify
+from fastload.cli.load import doctor, load, stage, verify
 from fastload.cli.ls import inspect, ls, prune
 from fastload.cli.pictures import timeline
 from fastload.cli.plan import plan

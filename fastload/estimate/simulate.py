@@ -15,19 +15,19 @@ Links
     round_bytes ÷ link rate, or longer if some host sends more. That is averaged over the rounds in flight.
 
 Exchange over Gloo
-    Chunks follow the trees of `transfer/routing.py`, one rail for each rank of a host. A host passes on
+    Chunks follow the trees of `transfer/messages.py`, one rail for each rank of a host. A host passes on
     complete chunks, so a hop takes chunk ÷ rank rate + `message_s`. A rank handles one message for each
     reader on its rail. The other ranks of its host copy from shared memory.
 
 Exchange over NCCL
-    Chunks follow the lines of `transfer/grid.py`, dimension by dimension. Each line is busy with one round at
-    a time; several rounds are in flight. A hop costs `message_s` where all members of a line have something
-    to pass on; otherwise a slice of 512 KiB comes first. Each collective costs its caller `call_s`. The last
-    dimension is the devices of a host, which receive `inner_bytes_per_s`.
+    Chunks follow the lines of a grid (`transfer/messages.py`), dimension by dimension. Each line is busy with
+    one round at a time; several rounds are in flight. A hop costs `message_s` if all members of a line have
+    something to pass on; otherwise a slice of 512 KiB comes first. Each collective costs its caller `call_s`.
+    The last dimension is the devices of a host, which receive `inner_bytes_per_s`.
 
 Ranks
     A rank passes on at most `rank_bytes_per_s` (its cores). One thread of it places `copy_bytes_per_s`, as if
-    no chunk were received right where it belongs.
+    no chunk were received in place.
 
 Before the first read
     `opening_s` is for listing, headers and connections. The ranks agree `_NUM_AGREEMENTS` times, along the

@@ -167,7 +167,7 @@ class TargetContract:
         self, root: str, url: str, files: dict[str, bytes], name: str
     ) -> None:
         self.save_beside(url, files, {name: b"x"})
-        with pytest.raises(OptionError, match=rf"not the checkpoint's.*\['{name}'\].*move them away"):
+        with pytest.raises(OptionError, match=rf"has other files.*\['{name}'\].*move them away"):
             self.begin(url, {**files, "config.json": b"new"}, overwrite=True)
         assert self.read(url) == {**files, **dict(small_files(files)), name: b"x"}
         assert self.leftovers(root) == []

@@ -281,7 +281,7 @@ def test_a_save_that_was_taken_for_dead_does_not_commit(
 def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
     target = target_in(FsspecStorage(root, {}), f"{root}/step", timeout_s=0.1)
     target.prepare([("a", 10)], overwrite=False)
-    with pytest.raises(StorageError, match=r"step/a \[bytes 5-10\]: the bytes before it did not come"):
+    with pytest.raises(StorageError, match=r"step/a \[bytes 5-10\]: the bytes before it did not arrive"):
         target.write("a", 5, memoryview(b"56789"))
     with pytest.raises(StorageError, match="the bytes before it"):
         target.flush()

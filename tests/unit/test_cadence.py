@@ -143,7 +143,7 @@ def test_without_the_time_of_a_step() -> None:
     best = recommend(**{**FACTS, "step_s": None})
     assert best.interval_steps is None
     assert best.interval_s == pytest.approx(recommend(**FACTS).interval_s, rel=0.01)
-    with pytest.raises(OptionError, match="say how long a step takes"):
+    with pytest.raises(OptionError, match="give the time of a step"):
         recommend(stall_s=0, background_s=0, mtbf_s=1e5)
 
 

@@ -97,8 +97,8 @@ def test_what_is_below_a_url_stands_before_its_query() -> None:
     ("given", "says"),
     [
         ("", "is empty"),
-        ("a\0b", r"'a\\x00b': has a NUL"),
-        ("s3://b/a\0", "has a NUL"),
+        ("a\0b", r"'a\\x00b': contains a NUL"),
+        ("s3://b/a\0", "contains a NUL"),
         (b"a", r"b'a': must be text or a path object: decode it with os\.fsdecode"),
         (None, "None: must be text"),
         (3, "3: must be text"),

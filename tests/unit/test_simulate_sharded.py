@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fastload.estimate.parallel import Parallel, model_of_size
-from fastload.estimate.sharded import ShardedLoad
+from fastload.estimate.sharded import ShardedLoad, columns_of
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction
-from fastload.estimate.traffic import columns_of
 from fastload.transfer.messages import Routing, sharing_domains
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 
