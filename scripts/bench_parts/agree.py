@@ -1,4 +1,4 @@
-"""What ranks take to agree, the more there are: threads of one process, on a real store."""
+"""The cost of agreements by the number of ranks: threads of one process, with a real store."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _PLACES = {"tree": True, "store": False}
 
 
 def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Measures agreements of so many ranks, along a tree and in the store.
+    """Measures agreements of ranks, along a tree and in the store.
 
     Returns:
-        For each number of ranks and way: seconds of the call that makes the tree, and of one agreement in the
-        calls after it, CPU seconds of the server for it, and bytes of a rank's answer.
+        For each number of ranks and each way: seconds of the call that makes the tree, and of one agreement
+        in later calls, CPU seconds of the server for it, and bytes of a rank's response.
     """
     server, port = _serve()
     try:
@@ -58,18 +58,17 @@ def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
 
 
 def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
-    """Measures of what `fastload plan` takes the agreements of many ranks to be made, in microseconds.
+    """Measures the parts of an agreement of many ranks in `fastload plan`, in microseconds.
 
     Returns:
-        CPU time of the store for one of the requests that a rank makes in its first call, and of a rank for
-        the answer of one below it, with the decision to that one; time until the store has a decision, and
-        from one process through a socket to another; CPU time for what one rank, of so many, tells of itself
-        in a load, on its way up and read; and, instead of microseconds, its bytes.
+        CPU time of the store for one request, and of a rank for the response of a rank below it and the
+        decision to that one; time until the store has a decision, and of a message between two processes; CPU
+        time for a rank's description of itself in a load, sent up the tree and parsed; and its size in bytes.
     """
     server, port = _serve()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        for _ in range(2):  # the first time to warm up
+        for _ in range(2):  # the first one warms up
             began_s = _cpu_s(server.pid)
             for _ in range(repeats):
                 store.add("0/lives", 1)
@@ -86,7 +85,7 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
         "hop": _measure_hop(repeats),
         "answer": _measure_answer(repeats),
     }
-    told_s, told_bytes = _measure_told(num_ranks)
+    told_s, told_bytes = _measure_descriptions(num_ranks)
     return {name: 1e6 * seconds for name, seconds in {**parts, "told": told_s}.items()} | {
         "bytes": told_bytes
     }
@@ -132,8 +131,8 @@ def _measure_answer(repeats: int) -> float:
     return spent_s / repeats / len(pairs)
 
 
-def _measure_told(num_ranks: int) -> tuple[float, float]:
-    """Returns CPU seconds and bytes of each rank, for what it tells: joined on each level, read by one."""
+def _measure_descriptions(num_ranks: int) -> tuple[float, float]:
+    """Returns CPU seconds and bytes of a rank's description: joined on each level, parsed by one rank."""
     draw = random.Random(0)
 
     def report(rank: int) -> RankReport:
@@ -243,7 +242,7 @@ def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[
 
 
 def _cpu_s(pid: int) -> float:
-    """Returns what the threads of a process have used, in seconds; exact to some nanoseconds."""
+    """Returns the CPU seconds of a process's threads, exact to some nanoseconds."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
@@ -265,7 +264,7 @@ def print_agreements(rows: list[dict[str, Any]]) -> None:
 
 
 def print_parts(parts: dict[str, float]) -> None:
-    """Prints what agreements are made of; see `measure_parts`."""
+    """Prints the parts of agreements; see `measure_parts`."""
     table = Table(title="What agreements are made of, µs")
     for name in parts:
         table.add_column(name, justify="right")

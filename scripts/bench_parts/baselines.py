@@ -1,7 +1,7 @@
-"""Ways to load a safetensors checkpoint into all ranks without fastload, as a benchmark's other arms.
+"""Other arms of the benchmarks: ways to load a safetensors checkpoint into all ranks without fastload.
 
-Each takes a directory on an fsspec file system and returns tensors that own their memory, except
-where its name says otherwise. All of them exchange over the default process group, with Gloo.
+Each takes a directory on an fsspec file system and returns tensors that own their memory, unless its name
+says otherwise. All of them exchange over the default process group, with Gloo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEND_BYTES = 4 << 20
 
 
 def stream_once(files: AbstractFileSystem, root: str) -> State:
-    """Rank 0 reads every byte and drops it: the least time that the storage allows."""
+    """Rank 0 reads every byte and drops it: the least time of the storage."""
     if dist.get_rank() == 0:
         for path in _paths(files, root):
             for start in range(0, files.size(path), _READ_BYTES):
@@ -37,12 +37,12 @@ def stream_once(files: AbstractFileSystem, root: str) -> State:
 
 
 def every_rank_reads(files: AbstractFileSystem, root: str) -> State:
-    """Each rank reads each file whole and parses it."""
+    """Each rank reads each file completely and parses it."""
     return {name: tensor for path in _paths(files, root) for name, tensor in _parsed(files, path).items()}
 
 
 def every_rank_maps(files: AbstractFileSystem, root: str) -> State:
-    """Each rank maps local files: views of the page cache, whose pages come when they are touched."""
+    """Each rank maps local files: views of the page cache, read when they are touched."""
     state: State = {}
     for path in _paths(files, root):
         state.update(safetensors.torch.load_file(path))
@@ -50,7 +50,7 @@ def every_rank_maps(files: AbstractFileSystem, root: str) -> State:
 
 
 def every_rank_maps_and_clones(files: AbstractFileSystem, root: str) -> State:
-    """Each rank maps local files and copies every tensor into memory of its own."""
+    """Each rank maps local files and copies every tensor."""
     return {name: tensor.clone() for name, tensor in every_rank_maps(files, root).items()}
 
 
@@ -67,7 +67,7 @@ def first_rank_broadcasts(files: AbstractFileSystem, root: str) -> State:
 
 
 def own_share_then_ring(files: AbstractFileSystem, root: str, url: str) -> State:
-    """Each rank reads one contiguous 1/N of all bytes; then a ring brings all of them to all; then copies."""
+    """Each rank reads one contiguous 1/N of all bytes; then a ring all-gather, then copies."""
     manifest = _shared(fastload.inspect(url) if dist.get_rank() == 0 else None)
     flat = torch.empty(manifest.nbytes, dtype=torch.uint8)
     view = host_view(flat)
@@ -87,7 +87,7 @@ def own_share_then_ring(files: AbstractFileSystem, root: str, url: str) -> State
 
 
 def _ring_all_gather(shares: list[Tensor]) -> None:
-    """Fills every share from its owner, the rank of its index: pieces go around a ring."""
+    """Fills every share from its owner, the rank of its index, along a ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pieces = [list(share.split(_SEND_BYTES)) for share in shares]
     longest = max(map(len, pieces))
@@ -113,7 +113,7 @@ def _ring_all_gather(shares: list[Tensor]) -> None:
 
 
 def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, ByteRange]]:
-    """Cuts a range of all bytes into reads: (where it starts in all bytes, what to read)."""
+    """Cuts a range of all bytes into reads: (offset in all bytes, read)."""
     plan = plan_transfer(manifest.tensors, (0,), (0,), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES)
     position = 0
     for extent in plan.ranges:

@@ -1,4 +1,4 @@
-"""Cold local files: what the disk allows, how to make files cold, and how much was read."""
+"""Cold local files: the limit of the disk, emptying the page cache, and the bytes read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare(folder: Path) -> None:
 
 
 def arms(folder: Path) -> dict[str, Callable[[], baselines.State]]:
-    """Returns the arms that load without fastload, and what the disk allows."""
+    """Returns the arms without fastload, and the limit of the disk."""
     safetensors, files = folder / "safetensors", LocalFileSystem()
     places = lab_arms.Places(http="", s3="", folder=folder)
     named: dict[str, Callable[[], baselines.State]] = {
@@ -62,14 +62,14 @@ def arms(folder: Path) -> dict[str, Callable[[], baselines.State]]:
 
 
 def touch_memory(folder: Path) -> baselines.State:
-    """Writes one byte per page of as much fresh memory as the state takes: the system has to clear it all."""
+    """Writes one byte per page of fresh memory of the state's size, which the system has to clear."""
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     allocate_staging(nbytes, pinned=False)[:: mmap.PAGESIZE] = 1
     return {}
 
 
 class DirectReads:
-    """Reads every byte once past the page cache, a part on each rank, into memory touched before."""
+    """Reads every byte once with O_DIRECT, a part on each rank, into memory that was touched before."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -98,10 +98,10 @@ class DirectReads:
 
 
 def make_cold(nbytes: int) -> None:
-    """Empties the page cache (root only), and gives back what this process has freed.
+    """Empties the page cache (root only), and returns freed memory to the system.
 
-    On a virtual machine, free memory may have gone back to its host, and be many times slower to get than
-    memory is: so all ranks take as much as they will need, and free it at once.
+    On a virtual machine, free memory may have returned to the host, and is many times slower to get back. So
+    all ranks allocate as much as they will need, and free it at once.
     """
     ctypes.CDLL(None).malloc_trim(0)
     memory = allocate_staging(nbytes, pinned=False).zero_()
@@ -113,7 +113,7 @@ def make_cold(nbytes: int) -> None:
 
 
 def disk_bytes(folder: str) -> int:
-    """Bytes read so far from the block device that holds a folder, by anybody; 0 if there is none."""
+    """Returns the bytes read so far from the block device of a folder by all processes; 0 without one."""
     device = os.stat(folder).st_dev
     found = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
     return int(found.read_text().split()[2]) * _SECTOR_BYTES if found.exists() else 0

@@ -22,7 +22,7 @@ from bench_parts.tables import print_table
 from fastload import LoadOptions
 from fastload.formats.state import state_digest
 
-PLAIN, SAVED = "checkpoint", "saved"  # what safetensors wrote, and what fastload saved
+PLAIN, SAVED = "checkpoint", "saved"  # checkpoints of safetensors and of fastload
 MAPPED, CLONED = "load_file, mapped", "load_file, then clone of each tensor"
 _NUM_LOADS = 2
 
@@ -48,7 +48,7 @@ ARMS: dict[str, Arm] = {
 
 
 def make_tiny(folder: Path, count: int) -> str:
-    """Writes one file of so many tensors of 4 floats; returns the state's digest."""
+    """Writes one file with tensors of 4 floats; returns the state's digest."""
     folder.mkdir()
     state = {f"layers.{number}.w": torch.randn(4) for number in range(count)}
     safetensors.torch.save_file(state, folder / "model.safetensors")
@@ -56,14 +56,14 @@ def make_tiny(folder: Path, count: int) -> str:
 
 
 def save_too(folder: Path) -> None:
-    """Saves the plain checkpoint of a folder with fastload as well."""
+    """Saves the plain checkpoint of a folder again with fastload."""
     fastload.save(ARMS[MAPPED](folder), folder / SAVED)
 
 
 def measure(
     script: str, ranks: int, folder: str, *, digest: str, repeats: int, only: str
 ) -> list[dict[str, Any]]:
-    """Runs all arms in turn, each time in processes of their own."""
+    """Runs all arms in turn, each in fresh processes."""
     arms = [name for name in ARMS if any(part in name for part in only.split(","))]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for turn in range(repeats):
@@ -74,7 +74,7 @@ def measure(
 
 
 def run(folder: str, arm: str, digest: str) -> dict[str, Any]:
-    """Runs an arm some times in a process that has loaded nothing before; what a rank does."""
+    """Runs an arm several times on one rank, in a process that has loaded nothing before."""
     row: dict[str, Any] = {"seconds": [], "cpu_s": []}
     for _ in range(_NUM_LOADS):
         dist.barrier()

@@ -28,9 +28,9 @@ _STRATEGIES = ("auto", "allgather")
 
 
 def run(folder: str, repeats: int, arms: str) -> list[dict[str, Any]]:
-    """Runs all arms in turn; what a rank does.
+    """Runs all arms in turn on one rank.
 
-    The first run of each is verified and tells how much memory it takes; it is not timed.
+    The first run of each is verified, and its memory is measured; it is not timed.
     """
     files, saved = Path(folder, _SAFETENSORS), Path(folder, _DCP)
     module = sharded.fully_sharded(files)
@@ -66,11 +66,11 @@ def run(folder: str, repeats: int, arms: str) -> list[dict[str, Any]]:
 
 
 def extra_bytes(arm: Callable[[nn.Module], Any], module: nn.Module, digest: str) -> int:
-    """Returns the most bytes that a load takes on this rank beyond its shards, which are there before.
+    """Returns the peak bytes of a load on this rank beyond its shards, which exist before.
 
-    Pages of files that it maps count, though the system could take them away.
+    Pages of mapped files count, though the system could reclaim them.
     """
-    arm(module)  # what it imports is no part of it
+    arm(module)  # without its imports
     sharded.clear(module)
     dist.barrier()
     before = forget_peak()
@@ -81,7 +81,7 @@ def extra_bytes(arm: Callable[[nn.Module], Any], module: nn.Module, digest: str)
 
 
 def run_memory(folder: str) -> list[dict[str, Any]]:
-    """Measures the memory of fastload alone, with two sizes of staging; what a rank does."""
+    """Measures the memory of fastload on one rank, with two sizes of staging."""
     files = Path(folder, _SAFETENSORS)
     module = sharded.fully_sharded(files)
     digest = sharded.expected_digest(module, files)
@@ -97,7 +97,7 @@ def run_memory(folder: str) -> list[dict[str, Any]]:
 
 
 def print_fsdp(rows: list[dict[str, Any]], title: str) -> None:
-    """Prints seconds of the arms, and the memory of the rank that takes most."""
+    """Prints seconds of the arms, and the memory of the rank with the most."""
     table = Table(title=title)
     table.add_column("arm", no_wrap=True)
     for name in ("median s", "min-max", "CPU s per GiB, all ranks", "peak beyond shards, by rank, MiB"):

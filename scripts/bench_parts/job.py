@@ -1,4 +1,4 @@
-"""What the benchmarks on one machine share: their jobs, and what they ask of the system."""
+"""Shared parts of the benchmarks on one machine: jobs, and measurements of the system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bytes(click.ParamType[int]):
 
 
 def run_on_ranks(script: str, ranks: int, folder: str, **settings: Any) -> Any:
-    """Runs a script's command `rank` under torchrun and returns what its rank 0 wrote."""
+    """Runs a script's command `rank` under torchrun; returns rank 0's results."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     subprocess.run([*launcher, script, "rank", json.dumps({"folder": folder, **settings})], check=True)
     return json.loads(Path(folder, "rows.json").read_text())
@@ -51,13 +51,13 @@ def all_ranks(value: Any) -> list[Any]:
 def forget_peak() -> int:
     """Returns this process's resident bytes, from which `peak_bytes` starts to count."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not there any more
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory
     Path("/proc/self/clear_refs").write_text("5")
     return proc_bytes("/proc/self/status", "VmRSS")
 
 
 def peak_bytes() -> int:
-    """Returns the most bytes that were resident since `forget_peak`."""
+    """Returns the peak resident bytes since `forget_peak`."""
     return proc_bytes("/proc/self/status", "VmHWM")
 
 

@@ -1,8 +1,7 @@
 """Ways to load one checkpoint into the ranks of several hosts: the arms of scripts/bench_lab.py.
 
-Every arm is a function that a rank calls; it returns what this rank gets, the whole state or its part of it,
-as CPU tensors that own their memory. Libraries are imported inside, so that one that is missing costs its
-own arm only.
+Every arm is a function that a rank calls; it returns this rank's complete state, or its part, as CPU tensors
+that own their memory. Libraries are imported inside, so a missing one disables only its own arm.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from bench_parts.tables import AS_IT_WAS, FLOOR
 from fastload import LoadOptions
 from fastload.options import SETTINGS
 
-# What the libraries read from the environment, at import or later.
+# Environment variables that the libraries read, at import or later.
 PEER_ENV = {
     "FLASHPACK_SAMPLE_PROBE": "0",  # its probe reads parts of a cold file twice
     "FLASHPACK_CPU_PARALLEL_READ": "1",
@@ -42,7 +41,7 @@ PEER_ENV = {
 
 @dataclass(frozen=True)
 class Places:
-    """Where a checkpoint is; each has ``safetensors/``, ``dcp/``, ``state.pt``, ``state.flashpack`` below it.
+    """A checkpoint's places, each with ``safetensors/``, ``dcp/``, ``state.pt``, ``state.flashpack``.
 
     Attributes:
         http: URL.
@@ -72,10 +71,10 @@ class Arm:
     """One way to load.
 
     Attributes:
-        name: What it is called.
-        load: What each rank calls.
-        reads: What it reads: ``HTTP``, ``S3``, or files that are mounted afresh for every run (``mount``).
-        prepare: What each rank calls before, which is not timed.
+        name: Its name.
+        load: Called on each rank.
+        reads: Its source: ``HTTP``, ``S3``, or files that are mounted afresh for every run (``mount``).
+        prepare: Called on each rank before, not timed.
     """
 
     name: str
@@ -142,7 +141,7 @@ def floor(places: Places) -> State:
     return {}
 
 
-# ---- what everybody does
+# ---- common ways
 
 
 def every_rank_safetensors(places: Places) -> State:
@@ -154,7 +153,7 @@ def first_rank_broadcasts(places: Places) -> State:
 
 
 def torch_dcp(places: Places) -> State:
-    """A state that is the same on all ranks: DCP lets each of them read it whole."""
+    """A replicated state: with DCP each rank reads all of it."""
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.FileSystemReader(f"{places.folder}/dcp")
@@ -168,7 +167,7 @@ def transformers_own(places: Places) -> State:
     from transformers import LlamaModel
 
     state = _model(places, LlamaModel.from_pretrained)
-    # They are maps of the files, of which nothing has been read yet.
+    # They are mappings, from which nothing has been read yet.
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
@@ -245,7 +244,7 @@ def transformers_together(places: Places) -> State:
 
 
 def _model(places: Places, make: Callable[..., Any]) -> State:
-    """Makes a Llama of the checkpoint, whose shapes one rank reads."""
+    """Makes a Llama with the checkpoint's shapes, which one rank reads."""
     from transformers import LlamaConfig, logging
 
     logging.set_verbosity_error()
@@ -257,7 +256,7 @@ def _model(places: Places, make: Callable[..., Any]) -> State:
     dist.broadcast_object_list(shapes)
     wide, hidden = shapes[0]["model.layers.0.mlp.up_proj.weight"]
     config = LlamaConfig(
-        vocab_size=1,  # there are layers only
+        vocab_size=1,  # layers only
         hidden_size=hidden,
         intermediate_size=wide,
         num_hidden_layers=sum(name.endswith("input_layernorm.weight") for name in shapes[0]),
@@ -306,6 +305,6 @@ def _fastload(places: Places, url: str, options: LoadOptions, below: str = "safe
 
 
 def set_peer_env() -> None:
-    """Sets what the libraries read; to be called before one of them is imported."""
+    """Sets these variables; call it before one of the libraries is imported."""
     for name, value in PEER_ENV.items():
         os.environ.setdefault(name, value)

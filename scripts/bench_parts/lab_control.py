@@ -1,4 +1,4 @@
-"""The lab around a job of a benchmark: up, what is to be loaded and a file service, one job, down."""
+"""The lab around a job of a benchmark: up, the checkpoints and a file service, one job, down."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from bench_parts.tables import AS_IT_WAS  # noqa: E402
 STORE_URL = f"http://{services.STORAGE_ADDRESS}:8333"
 _STORE = "server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config=s3.json -dir=. -volume.max=0 -volume.port=8334"
 _STORE += " -s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false"
-# It leaves sockets in /tmp, wherever it is told to keep things: so it gets one of its own.
+# It leaves sockets in /tmp whatever its options, so it gets its own /tmp.
 _OWN_TMP = 'cd "$0" && mount -t tmpfs tmpfs /tmp && exec "$@"'
 _SFTP_PORT = 2222
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
-_TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
+_TRIES, _WAIT_S = 30, 10.0  # another lab may be up
 _POLL_S = 0.1
 _DCP_RANKS = 4
 _SAFETENSORS = "safetensors"
@@ -42,12 +42,12 @@ SFTP = [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SF
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One state in every format that an arm wants, in one directory.
+    """One state in the formats of all arms, in one directory.
 
     Attributes:
         folder: The directory.
-        digest: Of the state.
-        nbytes: Of its tensors.
+        digest: Digest of the state.
+        nbytes: Bytes of its tensors.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Checkpoint:
 
 @dataclass
 class Outcome:
-    """What one job gave.
+    """The results of one job.
 
     Attributes:
         rows: One per run of an arm.
@@ -71,7 +71,7 @@ class Outcome:
 def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     """Writes safetensors files with scripts/make_checkpoint.py, and the same for DCP, torch, flashpack.
 
-    With DCP it is saved by as many ranks as FSDP would have sharded it over.
+    DCP saves it with as many ranks as FSDP shards it over.
     """
     import torch
     from safetensors.torch import load_file
@@ -97,7 +97,7 @@ def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     try:
         from flashpack import pack_to_file
     except ImportError:
-        pass  # its arm will say so
+        pass  # its arm reports that
     else:
         pack_to_file(state, str(folder / "state.flashpack"), None)
     return Checkpoint(folder, state_digest(state), sum(tensor.nbytes for tensor in state.values()))
@@ -107,9 +107,9 @@ class Lab:
     """A lab that is up; a context manager.
 
     Args:
-        hosts: How many.
+        hosts: Number of hosts.
         rates: Options of scripts/lab/up.
-        checkpoints: By name, to be served.
+        checkpoints: Served checkpoints, by name.
     """
 
     def __init__(self, hosts: int, rates: Sequence[str], checkpoints: dict[str, Checkpoint]) -> None:
@@ -148,9 +148,9 @@ class Lab:
         services.start(STORAGE, ["socat", listen, f"EXEC:{_SFTP_SERVER}"])
 
     def serve_store(self) -> None:
-        """Starts SeaweedFS, to save to; it ends with the lab.
+        """Starts SeaweedFS for saves; it ends with the lab.
 
-        The lab's rclone takes the parts of an upload in order, and joins them by copying.
+        (The lab's rclone accepts the parts of an upload only in order, and copies them.)
         """
         weed = Path(sys.executable).with_name("weed")
         if not weed.exists():
@@ -174,7 +174,7 @@ class Lab:
         ranks_per_host: int = 1,
         against: Path | None = None,
     ) -> Outcome:
-        """Runs arms that load: into every rank the whole state or, with `shards`, its part in that layout.
+        """Runs arms that load the complete state into every rank or, with `shards`, its part in that layout.
 
         The arm `AS_IT_WAS` has the fastload of the directory `against`.
         """
@@ -202,7 +202,7 @@ def run_arms(
 ) -> Outcome:
     """Runs arms on all hosts of the lab that is up: in one job, or in one for each fastload, by turns.
 
-    An arm that takes the whole job with it while all is still small is left out.
+    An arm that ends the job in its small first run is left out.
 
     Args:
         module: What each rank runs.
@@ -239,7 +239,7 @@ def run_arms(
 def _run_jobs(
     module: str, given: dict[str, Any], ranks_per_host: int, libraries: Mapping[str, Path]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Runs a job for each fastload; returns the lines of all, and the first status that is not 0."""
+    """Runs a job for each fastload; returns the lines of all, and the first nonzero status."""
     arms_of: dict[Path, list[str]] = {}
     for arm in given["arms"]:
         arms_of.setdefault(libraries.get(arm, SCRIPTS.parent), []).append(arm)
@@ -251,7 +251,7 @@ def _run_jobs(
         for number, (library, own) in enumerate(arms_of.items()):
             settings = Path(folder, f"settings-{number}.json")
             settings.write_text(json.dumps({**given, "own": own, "library": str(library)}))
-            # -P: what is in the working directory does not come before the library.
+            # -P: modules of the working directory do not hide the library.
             words = ["--nproc", str(ranks_per_host), "--", "python", "-P", "-m", module, str(settings)]
             jobs.append(_start(words, library))
             stack.callback(_end, jobs[-1])
@@ -266,7 +266,7 @@ def _start(words: Sequence[str], library: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all, or until one fails: the others would wait for its arms. Returns its status, or 0."""
+    """Waits for all, or until one fails, since the others would wait for it. Returns its status, or 0."""
     while any(job.poll() is None for job in jobs):
         if failed := [job.returncode for job in jobs if job.returncode]:
             return failed[0]

@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 
 class Job(Ranks):
-    """What a rank does.
+    """The work of one rank.
 
     Args:
         settings: What the class Lab wrote, in lab_control.py.
@@ -50,13 +50,13 @@ class Job(Ranks):
         self.targets = {which: make_target(layout, settings[which]) for which in ("small", "full")}
 
     def run(self) -> None:
-        """A small checkpoint first: imports and first uses are over then, and what cannot run is known."""
+        """Runs all arms, first with a small checkpoint: this finishes imports, and finds failing arms."""
         working = self.arms
         for turn in range(-1, self.settings["repeats"]):
             working = [arm for arm in working if self.take_turn(arm, turn)]
 
     def take_turn(self, arm: Arm, turn: int) -> bool:
-        """Runs one arm, or waits until the job whose arm it is has; returns whether all ranks managed."""
+        """Runs an arm, or waits until the other job has; returns whether it succeeded on all ranks."""
         if arm.name in self.settings["own"]:
             return self.run_once(arm, "full" if turn >= 0 else "small", turn=turn)
         managed: list[bool | None] = [None]
@@ -67,14 +67,14 @@ class Job(Ranks):
         return bool(managed[0])
 
     def has_managed(self, arm: Arm, turn: int) -> bool | None:
-        """Looks whether another job has run an arm; None if it has not yet."""
+        """Returns whether another job has run an arm with success; None if it has not run yet."""
         begin = json.dumps({"begin": arm.name, "turn": turn}) + "\n"
         lines = Path(self.settings["results"]).read_text().splitlines(keepends=True)
         ends = [end for line, end in pairwise(lines) if line == begin and end.endswith("\n")]
         return "error" not in json.loads(ends[0]) if ends else None
 
     def run_once(self, arm: Arm, which: str, *, turn: int) -> bool:
-        """Runs one arm on all ranks; returns whether all of them managed."""
+        """Runs one arm on all ranks; returns whether it succeeded on all of them."""
         self.write({"begin": arm.name, "turn": turn})
         with contextlib.ExitStack() as stack:
             error, folder, client = "", None, 0
@@ -143,10 +143,10 @@ class Job(Ranks):
 
 
 def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float]:
-    """Runs an arm; returns this rank's seconds, its CPU seconds, and those of the process that mounts.
+    """Runs an arm; returns this rank's seconds and CPU seconds, and the CPU seconds of the mount's client.
 
     Raises:
-        ValueError: What arrived is not what that digest is of.
+        ValueError: The loaded state has another digest.
     """
     used, used_by_mount, began = own_cpu_s(), cpu_s(client), time.perf_counter()
     state = arm.load(places)
@@ -160,8 +160,8 @@ def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float
 def warm_memory(nbytes: int) -> None:
     """Touches as much memory as the state takes, and frees it.
 
-    On a virtual machine that returns free memory to its host the first touch costs several times more,
-    and depends on what else the host does: that is to be no part of the comparison.
+    On a virtual machine that returns free memory to its host, the first touch costs several times more and
+    depends on the host's other load, which must not affect the comparison.
     """
     allocate_staging(nbytes, pinned=False).zero_()
 

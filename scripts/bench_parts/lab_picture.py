@@ -19,7 +19,7 @@ from bench_parts.tables import FLOOR
 _OURS = "#c1121f"
 _REFERENCE = "#9a9a9a"
 _PEERS = ("#1d4e89", "#e08e00", "#2a9d8f", "#6a4c93", "#8c564b", "#3a86c8", "#6b8e23", "#444444")
-_LABEL_GAP = 0.043  # least distance of two labels, as a part of the axis
+_LABEL_GAP = 0.043  # least distance of two labels, as a fraction of the axis
 _TITLES = {
     "shared": "shared: one storage link for all hosts",
     "share": "share: a storage link for each host",
@@ -69,7 +69,7 @@ def _draw_panel(panel: Axes, result: dict[str, Any], regime: str) -> None:
 def _draw_lines(
     panel: Axes, arms: list[str], measured: dict[int, dict[str, Cell]], hosts: list[int]
 ) -> list[tuple[float, str, str]]:
-    """Draws one line per arm; returns where each ends, its label and its colour."""
+    """Draws one line per arm; returns the end, the label and the colour of each."""
     peers = iter(_PEERS * 2)
     ends: list[tuple[float, str, str]] = []
     for arm in arms:
@@ -96,7 +96,7 @@ def _draw_lines(
 
 
 def _draw_bound(panel: Axes, regime: str, hosts: list[int]) -> None:
-    """Draws what no load can beat: the floor, or in `share` that all links are busy all the time."""
+    """Draws the lower bound: the floor, or in `share` the time with all links always busy."""
     best = [1.0 if regime == "shared" else 1 / count for count in hosts]
     panel.plot(hosts, best, color="#222222", linewidth=1, linestyle=(0, (6, 3)), zorder=1)
     text = "floor: storage link always busy" if regime == "shared" else "all storage links always busy"
@@ -112,7 +112,7 @@ def _draw_bound(panel: Axes, regime: str, hosts: list[int]) -> None:
 
 
 def _write_labels(panel: Axes, last: int, ends: list[tuple[float, str, str]]) -> None:
-    """Writes each label beside its line's end, or as near as its neighbours let it."""
+    """Writes each label at the end of its line, or as near as its neighbours allow."""
     low, high = (math.log(limit) for limit in panel.get_ylim())
     ends = sorted(ends)
     places = [(math.log(value) - low) / (high - low) for value, _, _ in ends]
@@ -140,7 +140,7 @@ def _write_labels(panel: Axes, last: int, ends: list[tuple[float, str, str]]) ->
 
 
 def _apart(places: list[float]) -> list[float]:
-    """Moves ascending places apart, as little as possible: groups that touch keep their centre."""
+    """Moves ascending positions apart, as little as possible: groups that touch keep their centre."""
     groups: list[list[float]] = []  # of (centre, number of labels)
     for place in places:
         groups.append([place, 1])

@@ -1,4 +1,4 @@
-"""What the jobs on the lab's hosts share: what ranks tell each other, the counters, what rank 0 writes."""
+"""Shared parts of the jobs on the lab's hosts: exchange between ranks, link counters, results of rank 0."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Ranks:
     """One rank's view of a job.
 
     Args:
-        settings: What lab_control.py wrote: `results` is the file for the lines, `counter` the command
-            that prints what crossed each link.
+        settings: Written by lab_control.py: `results` is the file for the lines, `counter` the command that
+            prints the bytes on each link.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def mounted(server: str, port: int, folder: Path, options: str) -> Iterator[int]:
-    """Mounts what the storage serves over SFTP, nothing of it cached; yields the pid of the client."""
+    """Mounts the storage over SFTP without a cache; yields the pid of the client."""
     folder.mkdir(exist_ok=True)
     client = subprocess.Popen(["sshfs", "-f", "-o", f"{options},directport={port}", server, str(folder)])
     try:
