@@ -292,8 +292,8 @@ def draw_ettr(
     Args:
         path: PNG file to write.
         rules: Rows with ``rule``, ``kind`` (``best`` or ``at least``) and ``interval_s`` above 0.
-        best: What is recommended.
-        storage: What a save costs.
+        best: The recommendation.
+        storage: The costs of a save.
         mtbf_s: Mean time between failures.
 
     Raises:

@@ -27,7 +27,7 @@ class Recipe:
 
     Attributes:
         bytes_per_parameter: Bytes of a checkpoint for each parameter.
-        parts: What they are.
+        parts: Description of these values.
     """
 
     bytes_per_parameter: float
@@ -143,8 +143,8 @@ class Transfer:
         nbytes: Bytes that storage moves for all of them together.
         time_s: Time that it may take in seconds.
         storage_bytes_per_s: What storage has to deliver to the whole cluster.
-        host_bytes_per_s: What a host with as many of these GPUs as fit moves to or from storage.
-        gpu_bytes_per_s: What each of these GPUs moves to or from storage.
+        host_bytes_per_s: Bandwidth between storage and a host with as many of these GPUs as fit.
+        gpu_bytes_per_s: Bandwidth between storage and each of these GPUs.
     """
 
     what: str

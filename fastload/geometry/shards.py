@@ -24,7 +24,7 @@ class MeshCut(NamedTuple):
     Attributes:
         num_ranks: Number of shards.
         which: Number of the rank's shard.
-        split_factor: Number of pieces before the cut, of each of which a shard gets a part.
+        split_factor: Number of pieces before the cut; a shard has a part of each piece.
     """
 
     num_ranks: int

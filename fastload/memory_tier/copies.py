@@ -1,4 +1,4 @@
-"""Copies of each rank's share on other hosts, sent while training goes on."""
+"""Copies of each rank's share on other hosts, sent while training continues."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def send_copies(
         what: Name of the save, for messages.
         target: This host's part of the checkpoint.
         copies: Which ranks this one sends to and receives from.
-        parts: What this rank has written.
+        parts: The ranges that this rank has written.
         names: Names of the files.
 
     Returns:

@@ -97,7 +97,7 @@ class ShareTable:
 
         Raises:
             ChecksumError: It is damaged.
-            ManifestError: It is something else.
+            ManifestError: It is not a table of shares.
         """
         if xxhash.xxh3_128_hexdigest(text) != digest:
             raise ChecksumError(f"{where}: damaged")

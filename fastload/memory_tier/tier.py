@@ -308,10 +308,10 @@ class MemoryTier:
         """Closes the tier.
 
         Args:
-            remove: Whether to remove the job's checkpoints from this host; else the next start finds them.
+            remove: Whether to remove the job's checkpoints from this host; if not, the next start finds them.
             wait_s: Longest wait for the last save; None waits until it has ended.
         """
-        if self.last is None or self.last.wait(wait_s):  # else the folder closes with the process
+        if self.last is None or self.last.wait(wait_s):  # otherwise the folder closes with the process
             _close(self._folder, remove=remove)
 
 

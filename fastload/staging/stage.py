@@ -243,7 +243,7 @@ class Stage:
         return _Moved(found[leaders.own], receipts[0] if receipts else None, report)
 
     def _plan(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> TransferPlan:
-        """Plans the rounds. Hosts with a complete copy supply it; else the leaders that can read do."""
+        """Plans the rounds. Hosts with a complete copy supply it; without any, the leaders that read do."""
         return plan_transfer(
             missing.runs,
             missing.complete or leaders.able,

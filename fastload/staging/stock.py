@@ -83,7 +83,7 @@ def take_stock(
         The copy to write to, None if it is complete; and the blocks that the host has.
 
     Raises:
-        CheckpointExists: Something else is at the path, and `StageOptions.overwrite` is off.
+        CheckpointExists: The path has something else, and `StageOptions.overwrite` is off.
         StorageError: The disk is full, or permission is missing.
     """
     stock = Stock.nothing(len(inventory.blocks))

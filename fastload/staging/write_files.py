@@ -64,7 +64,7 @@ class BlockCheck:
             return found
         if found != recorded and self._may_read_again():
             again = memoryview(bytearray(block.nbytes))
-            with contextlib.suppress(StorageError):  # a host that only receives may not see it at all
+            with contextlib.suppress(StorageError):  # a host that only receives may not see the source
                 self._read_again(block, again)
                 if (second := checksum(again)) == recorded:
                     data[:], found = again, second
@@ -153,7 +153,7 @@ class FileWriter:
         """Returns once all bytes placed so far are written, and notes their blocks in the journal.
 
         Raises:
-            ChecksumError: A block is not as it was saved.
+            ChecksumError: A block differs from the saved one.
             StorageError: A block could not be written.
             Interrupted: Another rank failed.
         """

@@ -133,7 +133,7 @@ class LocalDestination:
             folders.exchange(DATA, held.folder, self._name, self.parent)
             return DATA
         except FileNotFoundError:
-            raise _Changed from None  # somebody removed it: its place is free
+            raise _Changed from None  # another process removed it, so the path is free
         except OSError as error:
             if error.errno not in folders.UNABLE:
                 raise
@@ -147,7 +147,7 @@ class LocalDestination:
 
     def _rename(self, held: Pending) -> str:
         try:
-            # It takes the place of nothing, or of an empty directory, but of nothing else.
+            # Replaces nothing but an empty directory.
             os.rename(DATA, self._name, src_dir_fd=held.folder, dst_dir_fd=self.parent)
         except OSError as error:
             if error.errno not in NOT_FREE:

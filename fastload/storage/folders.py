@@ -205,7 +205,7 @@ def reserve_range(file: int, offset: int, nbytes: int) -> None:
             offset += length
         elif (number := ctypes.get_errno()) in (errno.EOPNOTSUPP, errno.ENOSYS):
             return
-        elif number == errno.EINTR:  # a signal, after which tmpfs gives back what it has taken
+        elif number == errno.EINTR:  # a signal, after which tmpfs releases what it had reserved
             step = max(step // 2, _MIN_RESERVE_BYTES)
         else:
             raise OSError(number, os.strerror(number))

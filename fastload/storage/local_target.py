@@ -336,7 +336,7 @@ class LocalCopy(LocalTarget):
             files: Name and size in bytes of each.
             identity: 16 hex digits that identify the source.
             overwrite: Whether to replace a checkpoint.
-            damaged: Whether to replace a copy whose bytes are damaged, but that nobody changed.
+            damaged: Whether to replace a copy whose bytes are damaged, but were not modified.
 
         Returns:
             The journal so far. The caller verifies the bytes that it lists.

@@ -2,7 +2,7 @@
 
 Below a directory such as ``/dev/shm`` each user has a private folder ``fastload-UID``, with one folder for
 each job. Every process of a job holds a shared lock on the file ``job`` in it. The kernel releases the lock
-when the process ends, which tells the folders of dead jobs from the others.
+when the process ends, so folders of dead jobs can be recognized.
 
 An in-memory checkpoint is a folder with its files, which have holes where this host has no share. It is
 complete once it has a file ``manifest.json``, which is written last.
@@ -411,7 +411,7 @@ def _look(name: str, own: int, path: str) -> JobUsage:
 
 
 def remove_dead(memory: str, *, older_s: float, but: str = "", root: str | None = None) -> list[JobUsage]:
-    """Removes the folders of dead jobs of this user; returns what they were.
+    """Removes the folders of dead jobs of this user; returns these jobs.
 
     Args:
         memory: Directory of the user's folder, such as ``/dev/shm``.

@@ -30,7 +30,7 @@ def file_system_type(path: str) -> str:
 
 
 def bucket_client(path: str) -> str:
-    """Returns the name of the mounting program if a path is on a mounted bucket; else empty."""
+    """Returns the name of the mounting program if a path is on a mounted bucket; otherwise empty."""
     kind, source = _mount_of(path)
     name = source if kind == "fuse" else kind.removeprefix("fuse.")
     return name if is_fuse(kind) and name in _BUCKET_CLIENTS else ""

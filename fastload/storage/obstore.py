@@ -32,7 +32,7 @@ from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
 T = TypeVar("T")
 
-_from_url: Any = from_url  # its overloads want the kind of store to be known
+_from_url: Any = from_url  # its overloads need the kind of store
 # Options that obstore takes as separate arguments; among the options of a store they crash it.
 _CLIENT_OPTIONS = frozenset(
     """

@@ -102,7 +102,7 @@ class Pending:
             pass  # nothing was moved
         except OSError as error:
             if error.errno not in NOT_FREE:
-                raise  # a new checkpoint in place is fine; anything else must not cost the old one
+                raise  # a new checkpoint in place is fine; otherwise the old one must not be lost
 
     def discard(self) -> None:
         """Deletes the directory; the owner file goes last, so what cannot be deleted is an orphan."""

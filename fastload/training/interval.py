@@ -132,7 +132,7 @@ class IntervalController:
             mtbf_s=policy.mtbf_s,
             restart_s=policy.restart_s,
             budget=policy.budget,
-            concurrent_saves=1,  # saves are written one after the other
+            concurrent_saves=1,  # saves are written one at a time
             interval_steps=_FIRST_STEPS,
         )
         self._storage = _TierInterval(cadence, "saving")

@@ -138,7 +138,7 @@ class CheckpointManager:
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
             newer one is committed, unless this process has them open.
         keep_every: Also keeps checkpoints whose step is a multiple of this.
-        keep_every_seconds: Also keeps one checkpoint in so many seconds.
+        keep_every_seconds: Also keeps one checkpoint per this many seconds.
         best: A metric and ``min`` or ``max``, such as ``("loss", "min")``; also keeps the best checkpoint.
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
         max_pending_saves: Most copies of the state at once, written or waiting. The first save allocates the
@@ -541,7 +541,7 @@ class CheckpointManager:
             self._end(goes_well=goes_well)
         except FastloadError:
             if goes_well:
-                raise  # else it was logged, and must not hide the error that ended the training
+                raise  # otherwise it was logged; it must not hide the error that ended the training
 
     def _finish(self) -> None:
         try:

@@ -136,7 +136,7 @@ class History:
 
         Args:
             point: Its position.
-            is_abandoned: Whether the run goes on from an older checkpoint.
+            is_abandoned: Whether the run continues from an older checkpoint.
         """
         self._in_memory, self._memory_is_void = point, False
         self._abandoned = point if is_abandoned else None
@@ -420,7 +420,7 @@ class CheckpointRestorer:
     def _prepare(
         self, chosen: _Candidate, others: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
     ) -> tuple[RestoredCheckpoint, dict[str, Any]]:
-        """Returns what a load restores, and the arguments for it."""
+        """Returns the target of a load, and its arguments."""
         given = {**self._defaults, **arguments}
         given["options"] = options = given["options"] or self._defaults["options"]
         if chosen.found is None:
