@@ -475,7 +475,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
 ) -> None:
     """The number of a closed descriptor may soon stand for another file."""
     answer, is_second, closed = threading.Event(), threading.Event(), threading.Event()
-    prepare_rest, close = loading.prepare_rest, LocalStorage.close
+    prepare_rest, close, read_into = loading.prepare_rest, LocalStorage.close, LocalStorage.read_into
 
     def prepared(*arguments: Any) -> Any:
         is_second.set()
@@ -485,16 +485,17 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
         closed.set()
         close(storage)
 
-    def read(_: Any) -> None:
+    def read(*arguments: Any, **how: Any) -> None:
         if rank == 0:
             raise StorageError("the disk of rank 0 is broken")
         if rank == 1 and is_second.is_set():
             answer.wait(PATIENT_S)
+        read_into(*arguments, **how)
 
+    opened = fastload.open(path, options=options(timeout_s=patient(3.0)))
     monkeypatch.setattr(loading, "prepare_rest", prepared)
     monkeypatch.setattr(LocalStorage, "close", closing)
-    before_reads(monkeypatch, read)
-    opened = fastload.open(path, options=options(timeout_s=patient(3.0)))
+    monkeypatch.setattr(LocalStorage, "read_into", read)
     with pytest.raises(fastload.FastloadError):
         opened.load(into=emptied(shards(init_device_mesh("cpu", (world,)))))
     opened.close()
