@@ -10,6 +10,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"fastload {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r".*")]  # types in signatures; links between pages are all checked
 
