@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 """The next release, with ``.dev0`` until it is made. The first commit after a release names the next one."""
 
 PROTOCOL = 3

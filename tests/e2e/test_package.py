@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.pages import ROOT, python_blocks
+
 LISTED = "--cached --others --exclude-standard"  # what git knows of, or would
 TO_BUILD = "fastload docs launch scripts tests pyproject.toml README.md LICENSE CHANGELOG.md constraints.txt"
 
-# A load, a save, and the help of the command line with that of each of its commands, in one process.
+# A load, a save, the first block of the README, and the help of the command line with that of each of its
+# commands, in one process.
 PROGRAM = """
-import contextlib, io, runpy, sys
+import contextlib, io, os, runpy, sys
 import torch, fastload
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 fastload.save({"weight": torch.ones(3), "step": 4}, "saved")
 state = fastload.load("saved")
 assert state["weight"].tolist() == [1.0] * 3 and state["step"] == 4, state
@@ -31,6 +34,12 @@ def told(*arguments):
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         runpy.run_path(script, run_name="__main__")
     return output.getvalue()
+
+model = torch.nn.Linear(3, 2)
+fastload.save(model.state_dict(), "llama")
+exec(sys.argv[2])  # the first block of the README
+assert torch.equal(state["weight"], model.weight)
+torch.distributed.destroy_process_group()
 
 script = sys.argv[1]
 commands = [line.split()[0] for line in told("--help").partition("Commands:")[2].splitlines() if line.strip()]
@@ -126,7 +135,13 @@ def there(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_it_works_away_from_the_checkout(built: tuple[Path, Path], there: Environment) -> None:
     assert "No broken requirements" in there.pip("check")
-    *commands, version, module = there.python("-c", PROGRAM, str(there.folder / "bin" / "fastload")).split()
+    readme = python_blocks()["Load 1"]
+    here = {"/checkpoints/": "", 'device="cuda"': 'device="cpu"', "torch.cuda.set_device(": "int("}
+    for written, replacement in here.items():
+        assert written in readme
+        readme = readme.replace(written, replacement)
+    arguments = [str(there.folder / "bin" / "fastload"), readme]
+    *commands, version, module = there.python("-c", PROGRAM, *arguments).split()
     assert {"load", "inspect", "verify", "stage", "convert", "plan"} <= set(commands)
     assert f"-{version}-" in built[1].name
     assert Path(module) == there.site / "fastload" / "__init__.py"
