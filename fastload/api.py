@@ -18,12 +18,12 @@ from fastload.loading.access import open_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
 from fastload.report import SaveReport, StageReport, VerifyReport
-from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
+from fastload.storage import Location, PatientStorage, locate, name_of, open_storage, require_writable
 
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.handle import SaveHandle
 
-__all__ = ["async_save", "inspect", "load", "open", "prefetch", "save", "stage", "verify"]
+__all__ = ["async_save", "inspect", "load", "open", "prefetch", "save", "seal", "stage", "verify"]
 
 Path = str | os.PathLike[str]
 
@@ -256,6 +256,56 @@ def verify(
     """
     with _open(path, process_group, storage_options, options) as checkpoint:
         return checkpoint.verify()
+
+
+def seal(
+    path: Path,
+    *,
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> VerifyReport:
+    """Computes the checksums of a checkpoint that another program saved; the ranks of a group share the work.
+
+    They are written to ``fastload.seal.json`` next to its files, and replace those of an earlier call. From
+    then on, loads verify what they read, `verify` checks every byte, and `stage` compares the copies. The
+    files themselves stay as they are. If hosts have their own disks, the copies of all hosts are compared,
+    and each gets the file.
+
+    Files in a cache of the Hugging Face hub that have an SHA-256 there are compared with it first.
+
+    Args:
+        path: A directory of any format that `load` reads; a local path or a URL that can be written to.
+        process_group: As for `load`.
+        storage_options: As for `load`.
+        options: As for `load`.
+
+    Returns:
+        The report; `bytes_verified` counts the bytes that were read.
+
+    Raises:
+        CheckpointNotFound: No rank sees a checkpoint there.
+        ManifestError: It is malformed, or tensors share bytes of a file.
+        CheckpointError: It is a single file, or `save` wrote it, so that it has checksums.
+        ChecksumError: The copies of the hosts differ, or a file is not the one on the hub.
+        OptionError: The URL cannot be written to.
+        PeerError: A rank could not read its part, or write the file.
+    """
+    from fastload.loading import seal as sealing
+
+    def prepare() -> tuple[Location, LoadOptions]:
+        location = locate(path)
+        require_writable(location)
+        return location, options if options is not None else LoadOptions()
+
+    world, (location, chosen) = meet(
+        process_group,
+        f"sealing {name_of(path)}",
+        prepare,
+        timeout_s=lambda ready: ready[1].timeout_s,
+        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
+    )
+    return sealing.seal(world, location, storage_options, chosen)
 
 
 def save(

@@ -97,7 +97,9 @@ SETTINGS = {
     ),
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
     "verify": Setting(
-        True, parse_bool, "check what is read against the checksums of a checkpoint that fastload saved"
+        True,
+        parse_bool,
+        "check what is read against the checksums of a checkpoint that fastload saved or sealed",
     ),
     "per_rank_mismatch": Setting(
         "error", str, "PerRank values that another number of ranks saved: error, or skip them"

@@ -20,7 +20,7 @@ import fastload
 from fastload.cli.cadence import cadence
 from fastload.cli.console import CommandGroup
 from fastload.cli.convert import convert
-from fastload.cli.load import doctor, load, stage, verify
+from fastload.cli.load import doctor, load, seal, stage, verify
 from fastload.cli.ls import inspect, ls, prune
 from fastload.cli.pictures import timeline
 from fastload.cli.plan import plan
@@ -41,5 +41,19 @@ def main(verbose: bool) -> None:
         logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 
-for _command in (inspect, load, stage, verify, ls, prune, convert, plan, timeline, size, cadence, doctor):
+for _command in (
+    inspect,
+    load,
+    stage,
+    verify,
+    seal,
+    ls,
+    prune,
+    convert,
+    plan,
+    timeline,
+    size,
+    cadence,
+    doctor,
+):
     main.add_command(_command)

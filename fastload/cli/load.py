@@ -184,7 +184,7 @@ def _print_notes(report: fastload.LoadReport | fastload.StageReport) -> None:
 @click.argument("path")
 @json_option
 def verify(path: str, as_json: bool) -> None:
-    """Check every byte of the checkpoint at PATH against the checksums of its commit record.
+    """Check every byte of the checkpoint at PATH against the checksums of its commit record or seal.
 
     The ranks of a torchrun or srun job share the work. If there are bad blocks, it lists them and exits
     with 1.
@@ -193,14 +193,36 @@ def verify(path: str, as_json: bool) -> None:
     set_rank(rank)
     with progress(rank, shown=not as_json, what="verifying") as show:
         report = fastload.verify(path, options=fastload.LoadOptions(progress=show))
-    if rank == 0 and as_json:
+    if rank == 0:
+        _print_verified(report, "intact", as_json=as_json)
+
+
+@click.command(short_help="Compute the checksums of a checkpoint of any format.")
+@click.argument("path")
+@json_option
+def seal(path: str, as_json: bool) -> None:
+    """Compute the checksums of the checkpoint at PATH, a directory that any program wrote.
+
+    The ranks of a torchrun or srun job share the work. They write fastload.seal.json next to the files, by
+    which loads, verify and stage then check what they read.
+    """
+    rank, _ = initialize()
+    set_rank(rank)
+    with progress(rank, shown=not as_json, what="sealing") as show:
+        report = fastload.seal(path, options=fastload.LoadOptions(progress=show))
+    if rank == 0:
+        _print_verified(report, "sealed", as_json=as_json)
+
+
+def _print_verified(report: fastload.VerifyReport, outcome: str, *, as_json: bool) -> None:
+    if as_json:
         print_json(report.to_dict())
-    elif rank == 0:
-        rate = report.bytes_verified / report.total_s if report.total_s else 0.0
-        blocks, files = count(report.num_blocks, "block"), count(report.num_files, "file")
-        ranks = count(len(report.ranks), "rank")
-        stdout().print(f"{report.url}: intact: {blocks}, {decimal(report.nbytes)} in {files}")
-        stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
+        return
+    rate = report.bytes_verified / report.total_s if report.total_s else 0.0
+    blocks, files = count(report.num_blocks, "block"), count(report.num_files, "file")
+    ranks = count(len(report.ranks), "rank")
+    stdout().print(f"{report.url}: {outcome}: {blocks}, {decimal(report.nbytes)} in {files}")
+    stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
 
 
 @click.command(short_help="Copy a checkpoint to every host of a job.")

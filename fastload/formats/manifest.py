@@ -108,8 +108,8 @@ class Manifest:
             ``__metadata__`` of the headers.
         block_bytes: Length of a checksum block; 0 without a commit record.
         structure: The structure of the state, see `fastload.formats.state`; None without one.
-        record_digest: xxh3-128 of the commit record, or of DCP's metadata; empty without either.
-        format: ``safetensors``, ``fastload``, ``torch`` or ``dcp``.
+        record_digest: xxh3-128 of the commit record, or of the metadata of other programs; else empty.
+        format: ``safetensors``, ``fastload``, ``torch``, ``dcp``, ``torch_checkpointing`` or ``deepspeed``.
         guards: The guards of data whose layout was inferred, in the order of the bytes.
         heads: The distinct bytes expected before such data.
     """

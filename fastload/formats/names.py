@@ -14,11 +14,20 @@ RECORD_NAME = "fastload.json"
 SAVING_NAME = "fastload.saving.json"
 """The owner file next to the files on object stores while they are published. Without a record, the files
 belong to a save that has not ended."""
+SEAL_NAME = "fastload.seal.json"
+"""The checksums of a checkpoint that another program wrote; see `fastload.formats.seal`."""
 STAGED_NAME = ".fastload-stage.json"
 """The receipt of a staged copy: the checkpoint it is a copy of, and its files."""
 
 METADATA_NAME = ".metadata"
 """The index of torch.distributed.checkpoint, which it writes last."""
+
+ZERO_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<slice>\d{1,5})_(?P<kind>model|optim)_states\.pt"
+)
+"""The files of a checkpoint of DeepSpeed."""
+SHARDING_NAME = "metadata.pkl"
+"""The index of torch_checkpointing."""
 
 SUFFIX = ".safetensors"
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -37,8 +46,8 @@ START_BYTES = 16
 """Bytes to read of a file to compare with these."""
 
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
-_FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp")
-_ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, STAGED_NAME))
+_FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
+_ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, SEAL_NAME, STAGED_NAME))
 _FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
 
 
@@ -88,7 +97,15 @@ NAMES = Names(
     record=RECORD_NAME,
     owner=SAVING_NAME,
     receipt=STAGED_NAME,
-    likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}", BIN_INDEX_NAME, BIN_NAME, METADATA_NAME),
+    likely=(
+        RECORD_NAME,
+        INDEX_NAME,
+        f"model{SUFFIX}",
+        BIN_INDEX_NAME,
+        BIN_NAME,
+        METADATA_NAME,
+        SHARDING_NAME,
+    ),
     file_endings=(SUFFIX,),
     single_endings=(SUFFIX, *TORCH_ENDINGS),
     part_endings=(SUFFIX, INDEX_SUFFIX),

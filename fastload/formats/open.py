@@ -21,27 +21,43 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
     BIN_INDEX_NAME,
     BIN_NAME,
+    INDEX_NAME,
     LEGACY_STARTS,
+    METADATA_NAME,
     RECORD_NAME,
     SAVING_NAME,
+    SEAL_NAME,
+    SHARDING_NAME,
     START_BYTES,
     SUFFIX,
     TORCH_ENDINGS,
+    ZERO_FILE,
     ZIP_STARTS,
     metadata_names,
 )
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import is_recorded
 from fastload.formats.safetensors import reader as safetensors
+from fastload.formats.seal import digest_of, read_seal
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
 _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # the first that fits is used
     (is_recorded, "record"),
     (lambda names: bool(metadata_names(names)), "dcp.reader"),
+    (
+        lambda names: SHARDING_NAME in names and not {INDEX_NAME, f"model{SUFFIX}"}.intersection(names),
+        "torch_checkpointing",
+    ),
     (safetensors.has_files, "safetensors.reader"),
+    (lambda names: any(map(ZERO_FILE.fullmatch, names)), "deepspeed"),
     (lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder"),
 )
+_OWN_RECORD = RECORD_NAME, "record"
+_RECORDS = {
+    "dcp": (METADATA_NAME, "dcp.reader"),
+    "torch_checkpointing": (SHARDING_NAME, "torch_checkpointing"),
+}
 _FILE_FORMATS = ((ZIP_STARTS, "torch_save.zip_file"), (LEGACY_STARTS, "torch_save.legacy_file"))
 
 
@@ -64,30 +80,34 @@ def look(storage: Storage) -> Sight:
     return Sight.CHECKPOINT if any(fits(names) for fits, _ in _FOLDER_FORMATS) else Sight.DIRECTORY
 
 
-def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
+def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True) -> Manifest:
     """Reads the manifest of the checkpoint at the root of a storage.
 
     A directory with a commit record holds the files that the record names: other files are ignored, headers
     have to match their checksums, and the metadata are those of the record. Else the root is a single file,
-    or a directory of files of one format.
+    or a directory of files of one format, with checksums if there is a seal.
 
     Args:
         storage: The storage; its methods are called from several threads. Only headers are read.
         exact: Whether to read every layout, instead of inferring some and adding guards.
+        sealed: Whether to use the seal, if there is one.
 
     Raises:
         CheckpointNotFound: There is nothing, or a directory without a checkpoint.
         IncompleteCheckpoint: Its save never finished, or files that its record names are missing.
         ManifestError: A header, the index or the commit record is malformed, or they contradict each other or
             the files.
-        ChecksumError: The record or a header is damaged.
+        ChecksumError: The record, the seal or a header is damaged.
         StorageError: Storage failed.
     """
     names = storage.list()
     if names is not None:
         for fits, module in _FOLDER_FORMATS:
             if fits(names):
-                return _module(module).read_folder(storage, names, exact=exact)  # type: ignore[no-any-return]
+                manifest = _module(module).read_folder(storage, names, exact=exact)
+                if sealed and SEAL_NAME in names and not manifest.block_bytes:
+                    manifest = _with_checksums(storage, manifest, module, names)
+                return manifest  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:
@@ -96,14 +116,26 @@ def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
     return file_format.read_file(storage, "", stat, exact=exact)  # type: ignore[no-any-return]
 
 
+def _with_checksums(storage: Storage, manifest: Manifest, module: str, names: Sequence[str]) -> Manifest:
+    seal = read_seal(storage)
+    if manifest.guards and seal.digest != digest_of(manifest):
+        manifest = _module(module).read_folder(storage, names, exact=True)
+    return seal.applied_to(manifest)
+
+
 def record_digest(storage: Storage, manifest: Manifest) -> str:
     """Returns the `Manifest.record_digest` of a checkpoint on this rank; empty if it has none.
 
     Raises:
         StorageError: Storage failed.
     """
-    module = "dcp.reader" if manifest.format == "dcp" else "record"
+    _, module = _RECORDS.get(manifest.format, _OWN_RECORD)
     return _module(module).record_digest(storage)  # type: ignore[no-any-return]
+
+
+def record_name(manifest: Manifest) -> str:
+    """Returns the name of the file that `record_digest` is of."""
+    return _RECORDS.get(manifest.format, _OWN_RECORD)[0]
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
@@ -135,4 +167,6 @@ def _without_files(url: str, names: Sequence[str]) -> str:
     found = f"its {len(names)} files are {show(sorted(names))}" if names else "it has no files"
     if any(name.endswith(TORCH_ENDINGS) for name in names):
         found += ": to load a file of torch.save, name it"
+    elif "latest" in names:
+        found += ": to load a checkpoint of DeepSpeed, name the directory of a step"
     return f"{url}: no *{SUFFIX} files in this directory; {found}"

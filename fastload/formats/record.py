@@ -99,7 +99,7 @@ class Record:
             "state": self.state,
             "metadata": dict(self.metadata),
         }
-        return _canonical({**body, "checksum": checksum(_canonical(body)).hex()})
+        return canonical({**body, "checksum": checksum(canonical(body)).hex()})
 
 
 @uncollected
@@ -122,7 +122,7 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
         raise
     if "checksum" not in raw:
         raise ManifestError(f"{url}: {_needs(raw)}", is_damage=True)
-    _check_own_checksum(raw, url)
+    take_checksum(raw, url)
     if raw.get("format") != _FORMAT or raw.get("version") != _VERSION:
         found = f"format {show(raw.get('format'))}, version {show(raw.get('version'))}"
         raise UnsupportedVersion(
@@ -151,15 +151,21 @@ def _needs(raw: dict[str, Any]) -> str:
     return f"needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}"
 
 
-def _check_own_checksum(raw: dict[str, Any], url: str) -> None:
+def take_checksum(raw: dict[str, Any], url: str, what: str = "commit record") -> None:
+    """Removes the checksum of a record from its fields, and compares it with that of the others.
+
+    Raises:
+        ManifestError: The fields have no canonical text.
+        ChecksumError: The record is damaged.
+    """
     claimed = raw.pop("checksum")
     try:
-        found = checksum(_canonical(raw)).hex()
+        found = checksum(canonical(raw)).hex()
     except (ValueError, RecursionError) as error:  # 1e999 is an infinity once it is parsed
-        raise ManifestError(f"{url}: commit record cannot be checked: {error}", is_damage=True) from None
+        raise ManifestError(f"{url}: {what} cannot be checked: {error}", is_damage=True) from None
     if claimed != found:
         raise ChecksumError(
-            f"{url}: the commit record is damaged: checksum {show(claimed)} expected, {found!r} found"
+            f"{url}: the {what} is damaged: checksum {show(claimed)} expected, {found!r} found"
         )
 
 
@@ -171,16 +177,21 @@ def _parse_file(fields: Any) -> RecordedFile:
         raise ValueError(f"not a plain relative file name: {show(name)}")
     if not is_size(nbytes) or not is_size(header_bytes) or not _MIN_HEADER_BYTES <= header_bytes <= nbytes:
         raise ValueError(f"{show(name)}: a header of {show(header_bytes)} bytes in a file of {show(nbytes)}")
-    header_checksum = _unhex(fields["header_checksum"], "header_checksum")
+    header_checksum = unhex(fields["header_checksum"], "header_checksum")
     if len(header_checksum) != CHECKSUM_BYTES:
         raise ValueError(f"{show(name)}: header_checksum is not of {2 * CHECKSUM_BYTES} hex digits")
-    checksums = _unhex(fields["checksums"], "checksums")
+    checksums = unhex(fields["checksums"], "checksums")
     if len(checksums) % CHECKSUM_BYTES:
         raise ValueError(f"{show(name)}: checksums are not of {2 * CHECKSUM_BYTES} hex digits each")
     return RecordedFile(name, nbytes, header_bytes, header_checksum, checksums)
 
 
-def _unhex(text: Any, what: str) -> bytes:
+def unhex(text: Any, what: str) -> bytes:
+    """Returns the bytes that lower-case hex digits stand for.
+
+    Raises:
+        ValueError: They are something else.
+    """
     try:
         value = bytes.fromhex(text)
     except (TypeError, ValueError):
@@ -190,7 +201,12 @@ def _unhex(text: Any, what: str) -> bytes:
     return value
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
+def canonical(body: dict[str, Any]) -> bytes:
+    """Returns the one text of a JSON object: sorted keys, no blanks.
+
+    Raises:
+        ValueError: It has a value that JSON lacks.
+    """
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

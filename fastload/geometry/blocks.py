@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 from fastload.geometry.ranges import Space
 
+_MIN_BLOCK_BYTES = 256 << 10
+_MAX_BLOCK_BYTES = 4 << 20
+_GOOD_NUM_BLOCKS = 1 << 18  # 4 MiB of checksums in the commit record
+
 
 class Block(NamedTuple):
     """A part of a byte range that has one checksum.
@@ -106,3 +110,9 @@ class Blocks:
 def num_blocks(nbytes: int, block_bytes: int) -> int:
     """Returns the number of blocks of a range of `nbytes` bytes."""
     return -(-nbytes // block_bytes)
+
+
+def good_block_bytes(total_bytes: int) -> int:
+    """Chooses blocks small enough to be verified one by one, and few enough for the commit record."""
+    least = -(-total_bytes // _GOOD_NUM_BLOCKS)
+    return max(_MIN_BLOCK_BYTES, min(1 << (least - 1).bit_length(), _MAX_BLOCK_BYTES))

@@ -56,6 +56,33 @@ class Box(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Yields the boxes of a range of elements of a row-major tensor, in their order: few, none of them empty.
+
+    Args:
+        shape: Shape of the tensor.
+        begin: First element.
+        end: The element after the last one.
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-begin // row), end // row  # complete rows
+    if first > last:  # within one row
+        for box in boxes_of_range(shape[1:], begin - last * row, end - last * row):
+            yield Box((last, *box.offsets), (1, *box.sizes))
+        return
+    for box in boxes_of_range(shape[1:], begin - (first - 1) * row, row) if begin < first * row else ():
+        yield Box((first - 1, *box.offsets), (1, *box.sizes))
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    for box in boxes_of_range(shape[1:], 0, end - last * row):
+        yield Box((last, *box.offsets), (1, *box.sizes))
+
+
 class Runs(NamedTuple):
     """Runs of equal length at regular distances, as nested loops.
 

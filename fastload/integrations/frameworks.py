@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parameter import is_lazy
 
-from fastload import FastloadError, LoadOptions, OptionError, SaveHandle, SaveOptions, async_save, save, world
+from fastload import (
+    FastloadError,
+    LoadOptions,
+    OptionError,
+    SaveHandle,
+    SaveOptions,
+    SaveReport,
+    async_save,
+    save,
+    world,
+)
 from fastload.formats.names import RECORD_NAME
 from fastload.geometry.dtensors import is_dtensor
 
@@ -199,3 +210,23 @@ class BackgroundSave:
         deferred, self._deferred = self._deferred, []
         for work in deferred:
             work()
+
+
+class SaveFuture(Future[Any]):
+    """A save in the background, as libraries wait for it."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._handle.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint exists.
+
+        Raises:
+            FastloadError: It failed; on all ranks.
+        """
+        return self._handle.wait(timeout)

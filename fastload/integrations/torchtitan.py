@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 import torchtitan
 from torch import Tensor
 
-from fastload import OptionError, SaveHandle, SaveOptions, SaveReport, async_save, save, world
+from fastload import OptionError, SaveOptions, async_save, save, world
 from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
 from fastload.integrations.dcp import Reader
-from fastload.integrations.frameworks import on_rank_0, require_signatures, unknown_version
+from fastload.integrations.frameworks import SaveFuture, on_rank_0, require_signatures, unknown_version
 
 TESTED = "0.3"
 try:
@@ -92,7 +92,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         if async_mode == AsyncMode.DISABLED:
             save(state, checkpoint_id, options=options)
         else:
-            future = _SaveFuture(async_save(state, checkpoint_id, options=options))
+            future = SaveFuture(async_save(state, checkpoint_id, options=options))
         if enable_garbage_collection:
             GarbageCollection.collect("after a checkpoint")
         return future
@@ -118,26 +118,6 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
             return max([theirs, *_steps(path)])
 
         return int(on_rank_0(f"looking for checkpoints in {path}", newest))
-
-
-class _SaveFuture(Future[Any]):
-    """A save in the background, as torchtitan waits for it."""
-
-    def __init__(self, handle: SaveHandle) -> None:
-        super().__init__()
-        self._handle = handle
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._handle.done()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits until the checkpoint exists.
-
-        Raises:
-            FastloadError: It failed; on all ranks.
-        """
-        return self._handle.wait(timeout)
 
 
 def _require_supported(config: Any) -> None:

@@ -18,8 +18,8 @@ from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
-from fastload.formats.names import METADATA_NAME, NAMES, RECORD_NAME, SUFFIX
-from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
+from fastload.formats.names import NAMES, SUFFIX
+from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
 from fastload.formats.reading import in_threads, read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange, Space
@@ -87,6 +87,8 @@ def open_access(
     storage_options: Mapping[str, Any] | None,
     options: LoadOptions | StageOptions,
     call: Mapping[str, Any],
+    *,
+    read: Callable[[Storage], Manifest] = read_manifest,
 ) -> Access:
     """Opens the checkpoint at a location on all ranks.
 
@@ -96,6 +98,7 @@ def open_access(
         storage_options: See `fastload.load`.
         options: How to read.
         call: Arguments that have to be the same on all ranks, by name.
+        read: Reads the manifest.
 
     Raises:
         FastloadError: See `agree_on_access`.
@@ -107,11 +110,15 @@ def open_access(
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
     with world.together():
-        return agree_on_access(world, location.url, connect, {**call, **options.shared_values()})
+        return agree_on_access(world, location.url, connect, {**call, **options.shared_values()}, read)
 
 
 def agree_on_access(
-    world: World, url: str, connect: Callable[[], PatientStorage], call: Mapping[str, Any]
+    world: World,
+    url: str,
+    connect: Callable[[], PatientStorage],
+    call: Mapping[str, Any],
+    read: Callable[[Storage], Manifest] = read_manifest,
 ) -> Access:
     """Opens a checkpoint on all ranks.
 
@@ -124,6 +131,7 @@ def agree_on_access(
         url: The checkpoint, for messages.
         connect: Opens the storage of the checkpoint.
         call: Arguments that have to be the same on all ranks, by name.
+        read: Reads the manifest.
 
     Raises:
         CheckpointNotFound: No rank sees it.
@@ -131,12 +139,12 @@ def agree_on_access(
         ManifestError: It is malformed.
         PeerError: A rank failed, with its cause.
     """
-    opening = _Opening(world, connect)
+    opening = _Opening(world, connect, read)
     try:
         access = opening.run(url, call, is_last=False)
         if access is None:
             opening.close()
-            opening = _Opening(world, connect)
+            opening = _Opening(world, connect, read)
             access = opening.run(url, call, is_last=True)
         assert access is not None
         return access
@@ -151,11 +159,18 @@ class _Opening:
     Args:
         world: The ranks.
         connect: Opens the storage.
+        read: Reads the manifest.
     """
 
-    def __init__(self, world: World, connect: Callable[[], PatientStorage]) -> None:
+    def __init__(
+        self,
+        world: World,
+        connect: Callable[[], PatientStorage],
+        read: Callable[[Storage], Manifest],
+    ) -> None:
         self._world = world
         self._connect = connect
+        self._read = read
         self._storage: PatientStorage | None = None
         self._manifest: Manifest | None = None  # once this rank has read the headers
 
@@ -221,7 +236,7 @@ class _Opening:
             The manifest for the others; None if it is long, or malformed, which `_share_manifest` reports.
         """
         try:
-            self._manifest = read_manifest(storage)
+            self._manifest = self._read(storage)
         except (IncompleteCheckpoint, ManifestError):
             return None
         packed = self._manifest.to_bytes()
@@ -233,7 +248,7 @@ class _Opening:
 
         def read() -> bytes:
             try:
-                self._manifest = self._manifest or read_manifest(storage)
+                self._manifest = self._manifest or self._read(storage)
             except (IncompleteCheckpoint, ManifestError) as error:
                 if is_last or not self._is_outdated(storage):
                     raise
@@ -304,7 +319,7 @@ def _compare(
     looks = world.agree(f"comparing what the ranks see of {storage.url}", look)
     notes = {rank: note for rank, (note, _) in enumerate(looks) if note}
     copies = {rank for rank, (note, is_copy) in enumerate(looks) if is_copy and not note}
-    if not copies or manifest.block_bytes:
+    if not copies or manifest.format == "fastload":  # whose record is compared
         return notes
     what = f"comparing data of {storage.url}"
     wanted = world.share(what, source, partial(_read_samples, storage, manifest))
@@ -343,8 +358,10 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str,
         is_copy = True
         if manifest.record_digest:
             if record_digest(storage, manifest) != manifest.record_digest:
-                name = METADATA_NAME if manifest.format == "dcp" else RECORD_NAME
-                return f"sees another {name} than rank {source}: not the same checkpoint", is_copy
+                return (
+                    f"sees another {record_name(manifest)} than rank {source}: not the same checkpoint",
+                    is_copy,
+                )
             same_record = True
         elif header_digest(storage, file.name, file.nbytes) != file.header_digest:
             return f"sees {label} with another header than rank {source}: not the same file", is_copy

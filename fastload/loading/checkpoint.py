@@ -13,7 +13,7 @@ from fastload.base.threads import ProcessLock
 from fastload.comm.world import World
 from fastload.errors import FastloadError, IncompleteCheckpoint
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import RECORD_NAME
+from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.loading.access import Access
 from fastload.loading.load import Session
 from fastload.loading.match import BoxRequest, LoadRequest
@@ -221,8 +221,8 @@ class Checkpoint:
 
         if not self.manifest.block_bytes:
             raise IncompleteCheckpoint(
-                f"{self.manifest.url}: it has no checksums to verify: no commit record ({RECORD_NAME}), "
-                "such as `fastload convert` writes"
+                f"{self.manifest.url}: it has no checksums to verify: neither a commit record "
+                f"({RECORD_NAME}) nor a seal ({SEAL_NAME}), which `fastload seal` makes"
             )
         self._end_stream()
         with self._session.usable():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -13,13 +13,14 @@ from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
 from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
+from fastload.formats.seal import blocks_of_files
 from fastload.loading.access import Access
 from fastload.loading.load import Session
 from fastload.loading.targets import TensorWriter
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
 from fastload.transfer.plan import plan_transfer
-from fastload.transfer.read import ChunkReader, Damage, Verifier
+from fastload.transfer.read import ChecksumCollector, ChunkReader, Damage, Verifier
 
 _NUM_SHOWN = 20
 _MAX_NOTED = 1000
@@ -32,22 +33,35 @@ def verify(session: Session) -> VerifyReport:
         ChecksumError: Blocks are damaged; the same error on all ranks.
         PeerError: A rank could not read its part.
     """
-    return _Verification(session).run()
+    opened = session.opened
+    damage = _Damages()
+    reading = CompleteRead(session, opened.verifier or Verifier(opened.access.manifest), damage.add)
+    found = reading.run("verify", lambda: {"num": damage.num, "damage": damage.first()})
+    opened.world.acknowledge()
+    _raise_damage(opened.access, found)
+    return reading.report(found)
 
 
-class _Verification:
-    """Checks all blocks, split among the ranks that read through the same link."""
+class CompleteRead:
+    """Reads all blocks, split among the ranks that read through the same link.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: The checkpoint.
+        verifier: Takes the blocks that this rank reads.
+        on_damage: As for `ChunkReader`.
+    """
+
+    def __init__(
+        self, session: Session, verifier: Verifier | ChecksumCollector, on_damage: Callable[[Damage], object]
+    ) -> None:
         opened = session.opened
         access, options = opened.access, opened.options
         self._world = opened.world
         self._access = access
         self._options = options
-        self._team = _team(access, self._world.rank)
-        self._damage = _Damages()
+        self._team = team_of(access, self._world.rank)
         self._plan = plan_transfer(
-            access.manifest.tensors,
+            access.manifest.extents,
             tuple(self._team) or access.readers,
             (),
             staging_bytes=options.staging_bytes,
@@ -65,14 +79,22 @@ class _Verification:
                 ranks_on_host=opened.ranks_on_host,
                 in_order=access.storage.in_order,
             ),
-            verifier=opened.verifier or Verifier(access.manifest),
-            on_damage=self._damage.add,
+            verifier=verifier,
+            on_damage=on_damage,
         )
 
-    def run(self) -> VerifyReport:
-        """Verifies all parts; see `verify`."""
-        world, what = self._world, f"verifying {self._access.manifest.url}"
-        require_same(world.agree(what, lambda: {"call": "verify"}))
+    def run(self, call: str, found: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Reads everything.
+
+        Args:
+            call: The public function that was called.
+            found: Returns what this rank found, in JSON types.
+
+        Returns:
+            What each rank found, and the packed reports.
+        """
+        world, what = self._world, f"reading {self._access.manifest.url}"
+        require_same(world.agree(what, lambda: {"call": call}))
         began, already_read = time.perf_counter(), self._access.storage.bytes_read
         pipeline: list[Pipeline] = []
 
@@ -82,16 +104,14 @@ class _Verification:
                 pipeline[0].run()
             staged_bytes = pipeline[0].buffer_bytes if pipeline else 0
             report = self._rank_report(time.perf_counter() - began, already_read, staged_bytes)
-            return {"report": Each(report.pack()), "num": self._damage.num, "damage": self._damage.first()}
+            return {"report": Each(report.pack()), **found()}
 
         try:
-            found = world.settle(what, work)
-            world.acknowledge()
+            return world.settle(what, work)
         finally:
             if pipeline:
                 pipeline[0].close()
             self.reader.close(wait_s=min(1.0, world.grace_s))
-        return self._report(found)
 
     def _open(self) -> Pipeline:
         """Opens the pipeline of a rank that reads; nobody receives anything."""
@@ -121,29 +141,34 @@ class _Verification:
             retries=access.storage.num_retries + self.reader.rereads.total,
         )
 
-    def _report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
-        """Joins the results of all ranks."""
-        manifest, access = self._access.manifest, self._access
-        num_blocks = sum(len(file.checksums) // CHECKSUM_BYTES for file in manifest.files)
-        if num_bad := sum(part["num"] for part in found):
-            several = not access.shared and len(set(access.hosts)) > 1
-            rows = [
-                (*position, f"on {host_of(host)}: {text}" if several else text)
-                for host, part in zip(access.hosts, found, strict=True)
-                for *position, text in part["damage"]
-            ]
-            lines = [text for *_, text in sorted(rows)[:_NUM_SHOWN]]
-            more = f"\n... and {num_bad - len(lines)} more" if num_bad > len(lines) else ""
-            raise ChecksumError(
-                f"{manifest.url}: {num_bad} of {num_blocks} blocks are damaged:\n" + "\n".join(lines) + more,
-                tuple(lines),
-            )
+    def report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
+        """Returns the report over all ranks, from the results of `run`."""
+        manifest = self._access.manifest
         return VerifyReport(
             url=manifest.url,
             num_files=len(manifest.files),
-            num_blocks=num_blocks,
+            num_blocks=sum(blocks_of_files(manifest, manifest.block_bytes)),
             nbytes=manifest.nbytes,
             ranks=Reports(RankReport, found[0]["report"]),
+        )
+
+
+def _raise_damage(access: Access, found: Sequence[dict[str, Any]]) -> None:
+    """Raises the damage that the ranks found, if there is any."""
+    manifest = access.manifest
+    num_blocks = sum(len(file.checksums) // CHECKSUM_BYTES for file in manifest.files)
+    if num_bad := sum(part["num"] for part in found):
+        several = not access.shared and len(set(access.hosts)) > 1
+        rows = [
+            (*position, f"on {host_of(host)}: {text}" if several else text)
+            for host, part in zip(access.hosts, found, strict=True)
+            for *position, text in part["damage"]
+        ]
+        lines = [text for *_, text in sorted(rows)[:_NUM_SHOWN]]
+        more = f"\n... and {num_bad - len(lines)} more" if num_bad > len(lines) else ""
+        raise ChecksumError(
+            f"{manifest.url}: {num_bad} of {num_blocks} blocks are damaged:\n" + "\n".join(lines) + more,
+            tuple(lines),
         )
 
 
@@ -166,7 +191,7 @@ class _Damages:
         return sorted(self._noted)[:_NUM_SHOWN]
 
 
-def _team(access: Access, rank: int) -> list[int]:
+def team_of(access: Access, rank: int) -> list[int]:
     """Returns the ranks that read the same copy as this rank."""
     if access.shared:
         return list(access.readers)

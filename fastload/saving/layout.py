@@ -34,14 +34,11 @@ from fastload.formats.safetensors.header import (
     entry_text,
     offsets_text,
 )
-from fastload.geometry.blocks import Block, Blocks
+from fastload.geometry.blocks import Block, Blocks, good_block_bytes
 from fastload.geometry.ranges import Space
 
 HEADER_METADATA = {"format": "pt"}
 """The ``__metadata__`` of the files of a checkpoint, which transformers requires."""
-_MIN_BLOCK_BYTES = 256 << 10
-_MAX_BLOCK_BYTES = 4 << 20
-_GOOD_NUM_BLOCKS = 1 << 18  # 4 MiB of checksums in the commit record
 
 
 class TensorSpec(NamedTuple):
@@ -184,7 +181,7 @@ def lay_out(
     names = [file_name(number, len(shards), stem) for number in range(len(shards))]
     files = tuple(_lay_out_file(names[number], number, rows, metadata) for number, rows in enumerate(shards))
     if block_bytes is None:
-        block_bytes = _good_block_bytes(sum(spec.nbytes for spec in specs))
+        block_bytes = good_block_bytes(sum(spec.nbytes for spec in specs))
     index = build_index({file.name: file.tensors for file in files}) if len(files) > 1 else None
     return Layout(files, block_bytes, index)
 
@@ -239,9 +236,3 @@ def _by_alignment(row: _Row) -> int:
     """Sort key: the largest power of two, up to 8, that divides the length; largest first."""
     nbytes = row.spec.nbytes | ALIGN_BYTES
     return -(nbytes & -nbytes)
-
-
-def _good_block_bytes(total_bytes: int) -> int:
-    """Chooses blocks small enough to be verified one by one, and few enough for the commit record."""
-    least = -(-total_bytes // _GOOD_NUM_BLOCKS)
-    return max(_MIN_BLOCK_BYTES, min(1 << (least - 1).bit_length(), _MAX_BLOCK_BYTES))

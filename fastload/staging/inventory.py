@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
+from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.geometry.blocks import Blocks
+from fastload.geometry.blocks import Blocks, num_blocks
 from fastload.geometry.ranges import Space
 
 
@@ -132,29 +132,35 @@ def take_inventory(
         nonce: Text for the identity; empty if the files have versions that identify them.
     """
     block_bytes = manifest.block_bytes or block_bytes
-    tensors: dict[str, list[TensorEntry]] = {file.name: [] for file in manifest.files}
-    for entry in manifest.tensors:
-        tensors[manifest.files[entry.file].name].append(entry)
+    extents: dict[str, list[TensorEntry | Piece]] = {file.name: [] for file in manifest.files}
+    for extent in manifest.extents:
+        extents[manifest.files[extent.file].name].append(extent)
     files = sorted((*manifest.files, *others), key=lambda file: file.name)
     file_ranges: list[BlockRange] = []
     for number, file in enumerate(files):
-        file_ranges += _cut(number, file, tensors.get(file.name, ()), block_bytes)
-    recorded = {file.name for file in manifest.files} if manifest.block_bytes else set()
+        file_ranges += _cut(number, file, extents.get(file.name, ()), block_bytes)
+    recorded = {file.name for file in manifest.files} if manifest.format == "fastload" else set()
     facts = [[file.name, file.nbytes, "" if file.name in recorded else file.version] for file in files]
     text = json.dumps([facts, manifest.record_digest, block_bytes, nonce])
     return Inventory(tuple(files), tuple(file_ranges), block_bytes, xxhash.xxh3_64_hexdigest(text.encode()))
 
 
-def _cut(number: int, file: FileEntry, tensors: Sequence[TensorEntry], block_bytes: int) -> list[BlockRange]:
-    if not file.checksums:
-        return [BlockRange(number, 0, file.nbytes)] if file.nbytes else []
-    tensors = [entry for entry in tensors if entry.nbytes]
-    file_ranges = [BlockRange(number, 0, tensors[0].offset)]
-    begin = 0
-    for entry in tensors:
-        end = begin + -(-entry.nbytes // block_bytes) * CHECKSUM_BYTES
-        file_ranges.append(BlockRange(number, entry.offset, entry.nbytes, file.checksums[begin:end]))
-        begin = end
+def _cut(
+    number: int, file: FileEntry, extents: Sequence[TensorEntry | Piece], block_bytes: int
+) -> list[BlockRange]:
+    """Cuts a file into its extents, with their checksums, and the bytes between them."""
+    file_ranges: list[BlockRange] = []
+    begin = at = 0
+    for extent in extents if file.checksums else ():
+        if not extent.nbytes:
+            continue
+        if extent.offset > at:
+            file_ranges.append(BlockRange(number, at, extent.offset - at))
+        end = begin + num_blocks(extent.nbytes, block_bytes) * CHECKSUM_BYTES
+        file_ranges.append(BlockRange(number, extent.offset, extent.nbytes, file.checksums[begin:end]))
+        begin, at = end, extent.offset + extent.nbytes
+    if at < file.nbytes:
+        file_ranges.append(BlockRange(number, at, file.nbytes - at))
     return file_ranges
 
 

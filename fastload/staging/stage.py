@@ -144,7 +144,7 @@ class Stage:
 
         def look() -> bytes:
             others = list_others(storage, manifest)
-            weak = others if manifest.block_bytes else [*manifest.files, *others]
+            weak = others if manifest.format == "fastload" else [*manifest.files, *others]
             # Files without versions cannot be recognized by the next attempt.
             nonce = new_token() if any(not file.version for file in weak) else ""
             return json.dumps([[[f.name, f.nbytes, f.version] for f in others], nonce]).encode()

@@ -34,6 +34,7 @@ __all__ = [
     "put_next_to",
     "redact",
     "register_storage",
+    "require_writable",
     "take",
 ]
 _log = logging.getLogger(__name__)
@@ -137,8 +138,7 @@ def open_target(
         from fastload.storage.local_target import LocalTarget
 
         return LocalTarget(url, names, io=io)
-    if scheme in _READ_ONLY - registered_storages.keys():
-        raise OptionError(f"cannot save to {location}: {scheme}:// can only be read")
+    require_writable(location)
     parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
     if not name or (scheme in OBJECT_STORES and not parent):
         raise OptionError(f"cannot save to {location}: name a path below the bucket")
@@ -157,13 +157,32 @@ def open_target(
     return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=timeout_s))
 
 
-def put_next_to(place: Location, name: str, content: bytes, *, timeout_s: float, retries: int) -> None:
+def require_writable(location: Location) -> None:
+    """Requires a URL of a kind of storage that can be written to.
+
+    Raises:
+        OptionError: It can only be read.
+    """
+    if location.scheme in _READ_ONLY - registered_storages.keys():
+        raise OptionError(f"cannot save to {location}: {location.scheme}:// can only be read")
+
+
+def put_next_to(
+    place: Location,
+    name: str,
+    content: bytes,
+    options: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float,
+    retries: int,
+) -> None:
     """Writes or replaces a small file next to those of a checkpoint.
 
     Args:
         place: Location of the checkpoint.
         name: Name of the file, without ``/``.
         content: All of its bytes.
+        options: As for `open_storage`.
         timeout_s: Longest time in seconds for a request to an object store, with its retries.
         retries: Further attempts.
 
@@ -174,7 +193,7 @@ def put_next_to(place: Location, name: str, content: bytes, *, timeout_s: float,
         single_file.replace(os.path.join(place.address, name), content)
         return
     attempt_s = min(_MAX_ATTEMPT_S, timeout_s)
-    bucket = _open_bucket(place, {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
+    bucket = _open_bucket(place, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
     with closing(bucket), bucket.secrets.errors(f"{place.url}/{name}"):
         bucket.put(name, content)
 

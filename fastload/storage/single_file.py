@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,10 @@ from contextlib import contextmanager, suppress
 
 from fastload.errors import CheckpointExists, StorageError
 from fastload.storage.folders import NOT_LINKED, os_errors, write_all
+
+_SHA_256 = re.compile("[0-9a-f]{64}")
+_HUB_METADATA = ".cache/huggingface/download/{}.metadata"
+_NEWER_S = 1.0  # than this metadata: a file that was changed since
 
 
 def make_pending(path: str, *, overwrite: bool) -> str:
@@ -126,3 +131,20 @@ def write_text(path: str, pieces: Iterable[str]) -> None:
             file.writelines(pieces)
     except OSError as error:
         raise StorageError(str(error.strerror), url=path) from error
+
+
+def sha_256_on_hub(folder: str, name: str) -> str:
+    """Returns the SHA-256 that a file has on the Hugging Face hub; empty if the hub's cache does not say.
+
+    The file is in the cache, named after its SHA-256, or in a directory of ``hf download --local-dir``.
+    """
+    path = os.path.join(folder, name)
+    blobs, digest = os.path.split(os.path.realpath(path))
+    if os.path.basename(blobs) == "blobs" and _SHA_256.fullmatch(digest):
+        return digest
+    with suppress(OSError, ValueError):
+        with open(os.path.join(folder, _HUB_METADATA.format(name)), encoding="ascii") as file:
+            _, digest, when = file.read(1000).split()[:3]
+        if os.stat(path).st_mtime <= float(when) + _NEWER_S and _SHA_256.fullmatch(digest):
+            return digest
+    return ""

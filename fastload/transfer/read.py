@@ -19,7 +19,7 @@ from fastload.base.memory import copy_flat
 from fastload.base.threads import Workers
 from fastload.base.trace import Stopwatch
 from fastload.errors import ChecksumError, StorageError
-from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.ranges import ByteRange, Space
@@ -63,11 +63,12 @@ class Verifier:
         assert manifest.block_bytes
         self._url = manifest.url
         self._files = manifest.files
-        tensors = Space([entry for entry in manifest.tensors if entry.nbytes])
-        self._blocks = Blocks(tensors, manifest.block_bytes)
+        self._manifest = manifest
+        extents = Space([extent for extent in manifest.extents if extent.nbytes])
+        self._blocks = Blocks(extents, manifest.block_bytes)
         # The number of the first block of each file, since the record counts blocks within their file.
         self._firsts = [
-            self._blocks.firsts[tensors.find(file, -1) + 1] for file in range(len(manifest.files))
+            self._blocks.firsts[extents.find(file, -1) + 1] for file in range(len(manifest.files))
         ]
         self._lock = threading.Lock()
         self._num_rereads = 0
@@ -87,12 +88,7 @@ class Verifier:
             buffers: Its bytes, cut between blocks only.
             read: Reads a byte range again.
         """
-        buffer, position, rest = memoryview(b""), 0, iter(buffers)
-        for index, block in self._blocks.between(byte_range.file, byte_range.offset, byte_range.end):
-            while position == len(buffer):
-                buffer, position = next(rest), 0
-            data = buffer[position : position + block.nbytes]
-            position += block.nbytes
+        for index, block, data in _cut_into_blocks(self._blocks, byte_range, buffers):
             number = block.number - self._firsts[block.file]
             expected = self._expected(block.file, number)
             if checksum(data) == expected:
@@ -101,10 +97,14 @@ class Verifier:
                 read(ByteRange(block.file, block.offset, block.nbytes, byte_range.start), [data])
                 if checksum(data) == expected:
                     continue
-            name = self._blocks.space.ranges[index].name
+            name = self._name_of(self._blocks.space.ranges[index])
             text = self._describe(block._replace(number=number), name, expected, checksum(data))
             yield Damage(block.file, number, text)
-        assert position == len(buffer), "complete blocks only"
+
+    def _name_of(self, extent: TensorEntry | Piece) -> str:
+        if isinstance(extent, TensorEntry):
+            return extent.name
+        return next(entry.name for entry in self._manifest.tensors if extent in entry.pieces)
 
     def _expected(self, file: int, number: int) -> bytes:
         begin = number * CHECKSUM_BYTES
@@ -120,6 +120,46 @@ class Verifier:
         what = f"block {block.number} [bytes {block.offset}-{block.offset + block.nbytes}]"
         tensor = f"of tensor {name[:200]!r}"
         return f"{where}: {what} {tensor}: checksum {expected.hex()} expected, {found.hex()} found"
+
+
+class ChecksumCollector:
+    """Computes the checksums of the blocks that this rank reads; may be used by several threads.
+
+    Args:
+        manifest: A manifest with the length of a block, and no checksums yet.
+
+    Attributes:
+        checksums: By number of the block, over all files.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        extents = Space([extent for extent in manifest.extents if extent.nbytes])
+        self._blocks = Blocks(extents, manifest.block_bytes)
+        self.checksums: dict[int, bytes] = {}
+
+    def damage(
+        self,
+        byte_range: ByteRange,
+        buffers: Sequence[memoryview],
+        read: Callable[[ByteRange, Sequence[memoryview]], None],
+    ) -> Iterator[Damage]:
+        """Adds the checksums of a byte range, in complete blocks; yields nothing."""
+        for _, block, data in _cut_into_blocks(self._blocks, byte_range, buffers):
+            self.checksums[block.number] = checksum(data)
+        yield from ()
+
+
+def _cut_into_blocks(
+    blocks: Blocks, byte_range: ByteRange, buffers: Sequence[memoryview]
+) -> Iterator[tuple[int, Block, memoryview]]:
+    """Yields the blocks of a byte range, each with the index of its extent and its data."""
+    buffer, position, rest = memoryview(b""), 0, iter(buffers)
+    for index, block in blocks.between(byte_range.file, byte_range.offset, byte_range.end):
+        while position == len(buffer):
+            buffer, position = next(rest), 0
+        yield index, block, buffer[position : position + block.nbytes]
+        position += block.nbytes
+    assert position == len(buffer), "complete blocks only"
 
 
 class HeldBytes:
@@ -237,7 +277,7 @@ class ChunkReader:
         storage: The storage.
         files: The files of the manifest.
         threads: Number of chunks read at once.
-        verifier: Verifies checksums; None without any.
+        verifier: Verifies or computes checksums; None does neither.
         on_damage: Called with each damaged block; an exception that it raises ends the read.
         via_cache: Whether other ranks of this host read the same bytes; see `Storage.read_into`.
         guards: The bytes that have to precede data; None without any.
@@ -245,7 +285,7 @@ class ChunkReader:
 
     Attributes:
         watch: Time with at least one read under way.
-        verified: Bytes verified.
+        verified: Bytes verified, or hashed.
         rereads: Blocks read again because of a wrong checksum.
         held: As given, until it is closed.
     """
@@ -256,7 +296,7 @@ class ChunkReader:
         files: Sequence[FileEntry],
         *,
         threads: int,
-        verifier: Verifier | None,
+        verifier: Verifier | ChecksumCollector | None,
         on_damage: Callable[[Damage], object],
         via_cache: bool = False,
         guards: Guards | None = None,
@@ -400,7 +440,7 @@ def _joined(group: Sequence[Part]) -> Part:
 
 
 def _verify(
-    verifier: Verifier,
+    verifier: Verifier | ChecksumCollector,
     on_damage: Callable[[Damage], object],
     byte_range: ByteRange,
     buffers: Sequence[memoryview],

@@ -205,6 +205,9 @@ def test_verify_for_people_to_read(checkpoint: Path) -> None:
     none = run("verify", str(checkpoint))
     assert (none.returncode, none.stdout) == (1, "")
     assert none.stderr.startswith("fastload: IncompleteCheckpoint: ")
+    done = run("seal", str(checkpoint))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{checkpoint}: sealed: 4 blocks, 17.4 kB in 2 files" in done.stdout
     record_by_hand(checkpoint, 1000)
     done = run("verify", str(checkpoint))
     assert (done.returncode, done.stderr) == (0, "")

@@ -67,7 +67,11 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     ]
     layouts = (find_layouts if exact else infer_layouts)(storage, wanted)
     tensors = _tensors(metadata, layouts, numbers, nodes)
-    tensors += _values(storage, metadata, numbers, nodes, budget)
+    digests: dict[str, str] = {}
+    tensors += _values(storage, metadata, numbers, nodes, budget, digests)
+    values: dict[str, list[bytes]] = {name: [] for name in stats}  # what a file holds besides tensors
+    for name, item in sorted(metadata.values.items()):
+        values[item.file].append(digests[name].encode())
     heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
     common: list[Any] = []
     if is_megatron:
@@ -82,7 +86,9 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     structure = {"dict": [*common, *nested(ordered, metadata.paths, where)["dict"]]}
     return Manifest(
         storage.url,
-        tuple(FileEntry(name, stat.nbytes, stat.version, "") for name, stat in stats.items()),
+        tuple(
+            FileEntry(name, stat.nbytes, stat.version, _digest(values[name])) for name, stat in stats.items()
+        ),
         tuple(in_order(tensors)),
         structure=structure,
         record_digest=_digest(texts),
@@ -219,6 +225,7 @@ def _values(
     numbers: Mapping[str, int],
     nodes: dict[str, Any],
     budget: MemoryBudget,
+    digests: dict[str, str],
 ) -> list[TensorEntry]:
     """Reads the values that are not tensors into the structure; returns the tensors within them."""
     names, items = list(metadata.values), list(metadata.values.values())
@@ -237,7 +244,7 @@ def _values(
             where,
         )
         state = encode_pickle(archive.pickle, where, name, budget=budget)
-        nodes[name] = state.structure
+        nodes[name], digests[name] = state.structure, archive.digest
         found.extend(
             entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)
         )

@@ -66,13 +66,14 @@ def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) ->
     structure = {"dict": [each for key, (_, node) in entries.items() for each in (key, node)]}
     tensors = list(_tensors(url, parts, entries))
     files = tuple(part.files[0] for part in parts)
-    guards, heads = _guards(parts)
+    guards, heads = joined_guards(parts)
     return replace(
         parts[0], files=files, tensors=tuple(tensors), structure=structure, guards=guards, heads=heads
     )
 
 
-def _guards(parts: Sequence[Manifest]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+def joined_guards(parts: Sequence[Manifest]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+    """Returns the guards and heads of several files, each with a manifest of its own."""
     guards: list[Guard] = []
     heads: list[bytes] = []
     for number, part in enumerate(parts):

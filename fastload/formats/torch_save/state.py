@@ -185,7 +185,12 @@ class PickledState(NamedTuple):
 
 @uncollected
 def encode_pickle(
-    data: bytes, where: str, name: str = "", *, budget: MemoryBudget | None = None
+    data: bytes,
+    where: str,
+    name: str = "",
+    *,
+    budget: MemoryBudget | None = None,
+    local_shards: bool = False,
 ) -> PickledState:
     """Reads ``data.pkl``, without running code in it.
 
@@ -194,15 +199,23 @@ def encode_pickle(
         where: Its place, for messages.
         name: Name of the value in a larger state, which begins the names of its tensors.
         budget: The budget of a checkpoint of several pickles.
+        local_shards: Whether the local tensor stands for a DTensor; else DTensors cannot be loaded.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
     """
-    return encode_unpickled(unpickle(data, where), len(data), where, name, budget=budget)
+    value = unpickle(data, where)
+    return encode_unpickled(value, len(data), where, name, budget=budget, local_shards=local_shards)
 
 
 def encode_unpickled(
-    value: Any, nbytes: int, where: str, name: str = "", *, budget: MemoryBudget | None = None
+    value: Any,
+    nbytes: int,
+    where: str,
+    name: str = "",
+    *,
+    budget: MemoryBudget | None = None,
+    local_shards: bool = False,
 ) -> PickledState:
     """Encodes a value that `unpickle` returned; see `encode_pickle`.
 
@@ -212,13 +225,14 @@ def encode_unpickled(
         where: Its place, for messages.
         name: Name of the value in a larger state.
         budget: The budget of a checkpoint of several pickles.
+        local_shards: As for `encode_pickle`.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
     """
     budget = budget or MemoryBudget(where)
     budget.add_input(nbytes)
-    encoder = _PickleEncoder(where, budget)
+    encoder = _PickleEncoder(where, budget, local_shards=local_shards)
     structure = encoder.value(value, "", name)
     return PickledState(structure, encoder.stored)
 
@@ -236,10 +250,12 @@ class _PickleEncoder(StateEncoder):
     Args:
         where: The pickle, for messages.
         budget: Charged with the memory of structure and names, of repeated values each time.
+        local_shards: As for `encode_pickle`.
     """
 
-    def __init__(self, where: str, budget: MemoryBudget) -> None:
+    def __init__(self, where: str, budget: MemoryBudget, *, local_shards: bool) -> None:
         super().__init__()
+        self._local_shards = local_shards
         self.stored: dict[str, StoredTensor] = {}
         self._name_of: dict[StoredTensor, str] = {}
         self._where = where
@@ -470,6 +486,8 @@ class _PickleEncoder(StateEncoder):
         return tensor._replace(requires_grad=grad, is_parameter=True)
 
     def _typed(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+        if kind == _DTENSOR and self._local_shards:
+            return self._local_tensor(state)
         if kind not in (_TENSOR, _PARAMETER):
             raise _NotLoadable(f"a tensor of type {show(kind)}", _ONLY_PLAIN)
         if type(function) is not Global or function not in _REBUILDS:
@@ -477,6 +495,13 @@ class _PickleEncoder(StateEncoder):
         if type(args) is not tuple:
             raise ValueError(f"{show(args)} in place of arguments")
         return self._called(PickledCall(function, args))
+
+    def _local_tensor(self, state: Any) -> StoredTensor:
+        slots = state[1] if type(state) is tuple and len(state) == 2 else None
+        tensor = self._make(_pairs(slots).by_text(self._where).get("_local_tensor"))
+        if type(tensor) is not StoredTensor:
+            raise ValueError("a DTensor without a local tensor")
+        return tensor
 
     def _subclass(self, kind: Any, *_: Any) -> Any:
         raise _NotLoadable(f"a tensor of type {show(kind)}", _ONLY_PLAIN)
@@ -503,6 +528,7 @@ def _float(node: Any) -> float:
 _PLAIN_KEYS = frozenset({type(None), bool, int, float, str, bytes})
 _MADE_KEYS = frozenset({*_PLAIN_KEYS, torch.dtype, torch.device, torch.Size, complex})
 _TENSOR, _PARAMETER = Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")
+_DTENSOR = Global("torch.distributed.tensor", "DTensor")
 
 _REBUILDS: dict[Global, Callable[..., Any]] = {
     Global("torch._utils", "_rebuild_tensor"): _PickleEncoder._tensor_of,

@@ -5,7 +5,7 @@ Each storage is an uncompressed record ``data/N``, so each tensor is a byte rang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
@@ -50,6 +50,8 @@ def read_file(
     *,
     exact: bool = False,
     budget: MemoryBudget | None = None,
+    state_name: str = "",
+    local_shards: bool = False,
 ) -> Manifest:
     """Reads the manifest of a single file.
 
@@ -59,6 +61,8 @@ def read_file(
         stat: Its size and version.
         exact: Whether to read the bytes before each storage; else guards expect them.
         budget: The budget of a checkpoint with several files.
+        state_name: Name of its state in a larger one, which begins the names of its tensors.
+        local_shards: Whether the local tensor stands for a DTensor.
 
     Raises:
         ManifestError: It is malformed.
@@ -66,7 +70,9 @@ def read_file(
     """
     where = url_of(storage, name)
     archive = _open(storage, name, stat.nbytes, exact=exact)
-    state = encode_pickle(archive.pickle, f"{where}: data.pkl", budget=budget)
+    state = encode_pickle(
+        archive.pickle, f"{where}: data.pkl", state_name, budget=budget, local_shards=local_shards
+    )
     return manifest_of(storage, name, stat, state, archive.storages, archive.digest)
 
 
@@ -219,10 +225,19 @@ def entries_of(
             over = f"reaches beyond its storage of {record.nbytes} bytes"
             raise ManifestError(f"{where}: tensor {show(name)}: {what} {over}")
         entries.append(_entry(name, tensor, file, begin + record.offset))
+    require_few_repeated(entries, nbytes, where)
+    return in_order(entries)
+
+
+def require_few_repeated(entries: Iterable[TensorEntry], nbytes: int, where: str) -> None:
+    """Requires that tensors, which may share bytes, do not need far more memory than their files have bytes.
+
+    Raises:
+        ManifestError: They do.
+    """
     total = sum(entry.nbytes for entry in entries)
     if total > max(_MOST_REPEATED * nbytes, _REPEATED_ANYWAY_BYTES):
         raise ManifestError(f"{where}: {total} bytes of tensors in {nbytes} bytes: they repeat each other")
-    return in_order(entries)
 
 
 def _entry(name: str, tensor: StoredTensor, file: int, storage: int) -> TensorEntry:

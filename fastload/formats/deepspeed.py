@@ -1,0 +1,442 @@
+"""Reads directories of DeepSpeed's ZeRO: the partitions of all ranks, as complete tensors by name.
+
+Each rank's ``…_optim_states.pt`` has its partitions of flat fp32 vectors, one for each group of parameters.
+In stages 1 and 2 a vector is the concatenation of the parameters of its group, cut into equal partitions. In
+stage 3 each parameter is cut into equal partitions, and those of a rank are concatenated.
+``…_model_states.pt`` have the names and shapes (``param_shapes``, as ``zero_to_fp32`` reads them), buffers,
+frozen parameters, and the rest of the state.
+
+The result is the state of rank 0, with the fp32 weights in ``module``, and in ``optimizer`` the state of each
+parameter by its name. Without ``param_shapes``, stages 1 and 2 have the weights of ``module`` as they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from fastload.base.memory import uncollected
+from fastload.errors import ManifestError
+from fastload.formats.dtypes import DTYPES
+from fastload.formats.manifest import Manifest, Piece, TensorEntry, in_order
+from fastload.formats.names import ZERO_FILE
+from fastload.formats.parts import join_pieces
+from fastload.formats.reading import in_threads, stat_all
+from fastload.formats.state import children, leaf_of, leaves
+from fastload.formats.torch_save import zip_file
+from fastload.formats.torch_save.folder import joined_guards, moved
+from fastload.formats.torch_save.unpickle import sizes_of
+from fastload.formats.untrusted import MemoryBudget, is_size, show
+from fastload.formats.values import decode_value, encode_value
+from fastload.geometry.box import boxes_of_range
+from fastload.storage.base import Storage
+
+_PIECE_BYTES = 1000  # of a box with all that is made of it
+_STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_LEFT_OUT = frozenset(
+    {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "optimizer"}
+)
+
+
+class Slice(NamedTuple):
+    """A contiguous part of a parameter in the partition of a rank.
+
+    Attributes:
+        begin: Its first element in the flattened parameter.
+        numel: Number of elements.
+        rank: The rank.
+        group: Number of the flat vector.
+        offset: Its first element in the rank's partition of that vector.
+    """
+
+    begin: int
+    numel: int
+    rank: int
+    group: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The partitions of a checkpoint.
+
+    Attributes:
+        stage: 1, 2 or 3.
+        shapes: The shapes of the parameters by name, one dict for each group.
+        paddings: Elements after each parameter in its vector; empty if there are none.
+        numels: For each rank, the elements of its partitions.
+    """
+
+    stage: int
+    shapes: list[dict[str, tuple[int, ...]]]
+    paddings: list[list[int]]
+    numels: list[list[int]]
+
+    def slices(self) -> Iterator[tuple[str, tuple[int, ...], list[Slice]]]:
+        """Yields each parameter with its shape and its slices.
+
+        Raises:
+            ValueError: The partitions are too short, or differ.
+        """
+        return self._of_parameters() if self.stage == 3 else self._of_groups()
+
+    def _of_groups(self) -> Iterator[tuple[str, tuple[int, ...], list[Slice]]]:
+        for group, shapes in enumerate(self.shapes):
+            starts = list(accumulate((numels[group] for numels in self.numels), initial=0))
+            at = 0
+            for number, (name, shape) in enumerate(shapes.items()):
+                numel = prod(shape)
+                yield name, shape, [one._replace(group=group) for one in _cut(starts, at, numel, name)]
+                at += numel + (self.paddings[group][number] if self.paddings else 0)
+
+    def _of_parameters(self) -> Iterator[tuple[str, tuple[int, ...], list[Slice]]]:
+        if any(numels != self.numels[0] for numels in self.numels):
+            raise ValueError("the partitions of the ranks have different lengths")
+        starts, num_ranks, at = list(accumulate(self.numels[0], initial=0)), len(self.numels), 0
+        for name, shape in chain.from_iterable(shapes.items() for shapes in self.shapes):
+            numel = prod(shape)
+            part = -(-numel // num_ranks)
+            found = []
+            for rank in range(min(num_ranks, -(-numel // part) if part else 0)):
+                begin = rank * part
+                for one in _cut(starts, at, min(part, numel - begin), name):
+                    found.append(Slice(begin + one.begin, one.numel, rank, one.rank, one.offset))
+            yield name, shape, found
+            at += part
+
+
+def _cut(starts: Sequence[int], at: int, numel: int, name: str) -> Iterator[Slice]:
+    """Yields the parts of a range of elements in several ranges that are laid end to end, as if of ranks."""
+    if at + numel > starts[-1]:
+        raise ValueError(f"{show(name)} ends at {at + numel} of {starts[-1]} elements")
+    number = bisect_right(starts, at) - 1
+    begin = at
+    while begin < at + numel:
+        end = min(starts[number + 1], at + numel)
+        if end > begin:
+            yield Slice(begin - at, end - begin, number, 0, begin - starts[number])
+        begin, number = end, number + 1
+
+
+@uncollected
+def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
+    """Reads a directory that DeepSpeed saved: that of one step.
+
+    Args:
+        storage: The storage.
+        listing: The names of the files.
+        exact: As for `zip_file.read_file`.
+
+    Raises:
+        ManifestError: A file is malformed, they contradict each other, or some are missing.
+        StorageError: Storage failed.
+    """
+    places = _places(storage.url, listing)
+    names = sorted(places)
+    stats = stat_all(storage, names)
+    budget = MemoryBudget(storage.url)
+
+    def read(name: str) -> Manifest:
+        return zip_file.read_file(storage, name, stats[name], exact=exact, budget=budget)
+
+    parts = in_threads(read, names)
+    files = {
+        places[name]: replace(part, tensors=tuple(moved(entry, number) for entry in part.tensors))
+        for number, (name, part) in enumerate(zip(names, parts, strict=True))
+    }
+    try:
+        tensors, nodes = _Reader(files, budget).read()
+    except ValueError as error:
+        raise (
+            error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
+        ) from None
+    guards, heads = joined_guards(parts)
+    return Manifest(
+        storage.url,
+        tuple(part.files[0] for part in parts),
+        tuple(in_order(tensors)),
+        structure={"dict": nodes},
+        format="deepspeed",
+        guards=guards,
+        heads=heads,
+    )
+
+
+def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Returns the kind and the rank of each file.
+
+    Raises:
+        ManifestError: The model was cut by tensor parallelism, or ranks are missing.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for match in filter(None, map(ZERO_FILE.fullmatch, listing)):
+        if int(match["slice"]):
+            raise ManifestError(f"{url}: {show(match[0])}: checkpoints of tensor parallelism are not read")
+        found[match[0]] = match["kind"], int(match["rank"] or 0)
+    for kind in ("model", "optim"):
+        ranks = sorted(rank for of_kind, rank in found.values() if of_kind == kind)
+        if ranks != list(range(len(ranks))):
+            raise ManifestError(f"{url}: the *_{kind}_states.pt are of the ranks {show(ranks)}")
+    if ("model", 0) not in found.values():
+        raise ManifestError(f"{url}: no *mp_rank_00_model_states.pt")
+    return found
+
+
+class _Reader:
+    """Joins the tensors of all files.
+
+    Args:
+        files: The files by kind and rank; tensors with the indexes of their files.
+        budget: Charged with the memory of pieces.
+    """
+
+    def __init__(self, files: Mapping[tuple[str, int], Manifest], budget: MemoryBudget) -> None:
+        self._files = files
+        self._budget = budget
+        self._model = files["model", 0]
+        self._num_ranks = sum(kind == "optim" for kind, _ in files)
+        self._tensors: dict[str, TensorEntry] = {}
+
+    def read(self) -> tuple[Iterable[TensorEntry], list[Any]]:
+        """Returns the tensors, and the nodes of the state.
+
+        Raises:
+            ValueError: Something is malformed.
+        """
+        state = _children(self._model.structure, "its state")
+        shapes = self._shapes("param_shapes")
+        stage = self._stage()
+        left_out = _LEFT_OUT if stage else ()
+        kept = {key: node for key, node in state.items() if key not in left_out}
+        zero = None
+        if shapes is None and stage == 3:
+            raise ValueError("it has no param_shapes, without which the partitions of stage 3 have no shapes")
+        if stage and shapes is not None:
+            zero = self._zero(stage, shapes)
+            kept["module"] = self._module(zero, state.get("module"))
+        for saved in leaves({"dict": [each for pair in kept.items() for each in pair]}):
+            if saved.stored not in self._tensors:
+                self._tensors[saved.stored] = self._entry(("model", 0), saved.stored)
+        nodes = [each for key, node in kept.items() for each in (encode_value(key), node)]
+        if zero is not None:
+            nodes += ("optimizer", self._optimizer(zero))
+        return self._tensors.values(), nodes
+
+    def _stage(self) -> int:
+        """Returns 3, 2 for stages 1 and 2, and 0 without partitions."""
+        if not self._num_ranks:
+            return 0
+        found = _at(self._files["optim", 0].structure, "optimizer_state_dict")
+        keys = _children(found, "optimizer_state_dict")
+        if _STAGE_2 not in keys and _STAGE_3 not in keys:
+            raise ValueError("its *_optim_states.pt have no partitions of fp32 weights")
+        return 3 if _STAGE_3 in keys else 2
+
+    def _shapes(self, key: str) -> list[dict[str, tuple[int, ...]]] | None:
+        node = _at(self._model.structure, key)
+        if node is None:
+            return None
+        groups = node if type(node) is list else [node]
+        return [
+            {_text(name): _sizes(size) for name, size in _children(group, key).items()} for group in groups
+        ]
+
+    def _zero(self, stage: int, shapes: list[dict[str, tuple[int, ...]]]) -> Zero:
+        numels = []
+        for rank in range(self._num_ranks):
+            masters = self._masters(stage, rank)
+            numels.append([self._flat(("optim", rank), name).shape[0] for name in masters])
+        if stage == 2 and any(len(each) != len(shapes) for each in numels):
+            raise ValueError(
+                f"{show([*map(len, numels)])} groups on the ranks, and the shapes of {len(shapes)}"
+            )
+        paddings = []
+        if stage == 2:
+            found = _at(self._files["optim", 0].structure, "optimizer_state_dict", "param_alignment_paddings")
+            paddings = found if type(found) is list else []
+            fits = [len(each) for each in paddings if type(each) is list and all(map(is_size, each))]
+            if paddings and fits != [*map(len, shapes)]:
+                raise ValueError(f"param_alignment_paddings are {show(paddings)}")
+        return Zero(stage, shapes, paddings, numels)
+
+    def _masters(self, stage: int, rank: int) -> list[str]:
+        """Returns the names of the flat fp32 weights of a rank."""
+        key = _STAGE_3 if stage == 3 else _STAGE_2
+        nodes = _at(self._files["optim", rank].structure, "optimizer_state_dict", key)
+        if type(nodes) is not list:
+            raise ValueError(f"rank {rank} has {show(nodes)} in place of {key}")
+        return [_stored(node, f"optimizer_state_dict.{key}.{number}") for number, node in enumerate(nodes)]
+
+    def _module(self, zero: Zero, module: Any) -> Any:
+        """Adds the weights; returns the node of the module."""
+        own = _children(module, "module")
+        masters = [self._masters(zero.stage, rank) for rank in range(self._num_ranks)]
+        for name, shape, slices in zero.slices():
+            self._join(f"module.{name}", shape, slices, masters)
+            own[name] = {}
+        if zero.stage == 3:
+            self._add_frozen(own)
+        shared = _at(self._model.structure, "shared_params")
+        for name, target in _children(shared, "shared_params").items() if shared is not None else ():
+            if target in own:
+                own[name] = {"tensor": [f"module.{target}"]}
+        items: list[Any] = []
+        for name, node in own.items():
+            saved = leaf_of(node, f"module.{name}")
+            if saved is not None and saved.stored not in self._tensors:
+                entry = self._entry(("model", 0), saved.stored)
+                if zero.stage == 3 and entry.shape == (0,):
+                    continue  # a parameter whose place another one has, to which it is tied
+                self._tensors[saved.stored] = entry
+            items += (encode_value(name), node)
+        return {"dict": items}
+
+    def _add_frozen(self, own: dict[Any, Any]) -> None:
+        shapes = self._shapes("frozen_param_shapes") or []
+        num_ranks = sum(kind == "model" for kind, _ in self._files)
+        for name, shape in chain.from_iterable(group.items() for group in shapes):
+            key = f"frozen_param_fragments.{name}"
+            found = []
+            for rank in range(num_ranks):
+                node = _at(self._files["model", rank].structure, "frozen_param_fragments", name)
+                found.append([_stored(node, key)])
+            numels = [[self._flat(("model", rank), names[0]).shape[0]] for rank, names in enumerate(found)]
+            for _, _, slices in Zero(3, [{name: shape}], [], numels).slices():
+                self._join(f"module.{name}", shape, slices, found, kind="model")
+            own[name] = {}
+
+    def _optimizer(self, zero: Zero) -> Any:
+        """Adds the optimizer's state of each parameter; returns the node of the optimizer."""
+        key = "optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state"
+        prefix = f"optimizer_state_dict.{key}"
+        found = _at(self._files["optim", 0].structure, "optimizer_state_dict", key)
+        groups = _at(found, "state") if type(found) is dict else found
+        if groups is None:
+            return None
+        prefix += ".state" if type(found) is dict else ""
+        names: dict[tuple[int, str], list[list[str]]] = {}  # of each state of a group: those of each rank
+        kinds: dict[int, dict[str, Any]] = {}
+        for group, node in _children(groups, prefix).items():
+            for kind, value in _children(node, prefix).items():
+                kinds.setdefault(group, {})[_text(kind)] = value
+        nodes: list[Any] = []
+        for name, shape, slices in zero.slices():
+            group = self._group_of(zero, name, slices)
+            own: list[Any] = []
+            for kind, value in kinds.get(group, {}).items():
+                full, place = f"optimizer.state.{name}.{kind}", f"{prefix}.{group}.{kind}"
+                saved = leaf_of(value, place)
+                if saved is None:
+                    own += (kind, value)
+                    continue
+                entry = self._entry(("optim", 0), saved.stored)
+                if len(entry.shape) != 1:
+                    self._tensors.setdefault(place, replace(entry, name=place))
+                    own += (kind, {"tensor": [place]})
+                    continue
+                ranks = names.setdefault((group, kind), self._of_ranks(zero, prefix, kind))
+                self._join(full, shape, slices, ranks)
+                own += (kind, {})
+            nodes += (encode_value(name), {"dict": own})
+        return {"dict": ["state", {"dict": nodes}]}
+
+    def _of_ranks(self, zero: Zero, prefix: str, kind: str) -> list[list[str]]:
+        """Returns the names of a state, of each rank for each group."""
+        path = prefix.split(".")
+        found = []
+        for rank in range(self._num_ranks):
+            groups = _children(_at(self._files["optim", rank].structure, *path), prefix)
+            found.append(
+                [
+                    _stored(_at(groups.get(group), kind), f"{prefix}.{group}.{kind}")
+                    for group in range(len(zero.numels[0]))
+                ]
+            )
+        return found
+
+    def _group_of(self, zero: Zero, name: str, slices: Sequence[Slice]) -> int:
+        if slices:
+            return slices[0].group
+        return next(number for number, shapes in enumerate(zero.shapes) if name in shapes)
+
+    def _join(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        slices: Sequence[Slice],
+        stored: Sequence[Sequence[str]],
+        kind: str = "optim",
+    ) -> None:
+        """Adds a tensor, given its slices and the names of the flat tensors of each rank."""
+        pieces, dtype = [], "F32"
+        for one in slices:
+            entry = self._flat((kind, one.rank), stored[one.rank][one.group])
+            itemsize, dtype = DTYPES[entry.dtype][0] // 8, entry.dtype
+            if one.offset + one.numel > entry.shape[0]:
+                raise ValueError(
+                    f"{show(name)}: rank {one.rank} has {entry.shape[0]} elements of a partition"
+                )
+            at = entry.offset + one.offset * itemsize
+            for box in boxes_of_range(shape, one.begin, one.begin + one.numel):
+                self._budget.charge(_PIECE_BYTES)
+                nbytes = box.numel * itemsize
+                pieces.append(Piece(box, entry.file, at, nbytes))
+                at += nbytes
+        if name in self._tensors:
+            raise ValueError(f"two tensors are called {show(name)}")
+        self._tensors[name] = join_pieces(name, dtype, shape, pieces)
+
+    def _entry(self, place: tuple[str, int], stored: str) -> TensorEntry:
+        entry = self._files[place].by_name.get(stored)
+        if entry is None:
+            raise ValueError(f"{show(stored)} of rank {place[1]} is no tensor that can be loaded")
+        return entry
+
+    def _flat(self, place: tuple[str, int], stored: str) -> TensorEntry:
+        entry = self._entry(place, stored)
+        if len(entry.shape) != 1 or entry.pieces:
+            raise ValueError(
+                f"{show(stored)} of rank {place[1]} has the shape {list(entry.shape)}: it is not flat"
+            )
+        return entry
+
+
+def _stored(node: Any, name: str) -> str:
+    saved = leaf_of(node, name)
+    if saved is None:
+        raise ValueError(f"{show(name)} is no tensor but {show(node)}")
+    return saved.stored
+
+
+def _children(node: Any, what: str) -> dict[Any, Any]:
+    found = children(node)
+    if found is None:
+        raise ValueError(f"{show(what)} is {show(node)}, which has no keys")
+    return {key: child for key, (_, child) in found.items()}
+
+
+def _at(node: Any, *path: Any) -> Any:
+    """Returns the node at some keys; None without one."""
+    for key in path:
+        found = children(node) or {}
+        _, node = found.get(key, (None, None))
+    return node
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    sizes = decode_value(node) if type(node) is dict and node.keys() == {"Size"} else None
+    if not isinstance(sizes, torch.Size):
+        raise ValueError(f"{show(node)} in place of the sizes of a parameter")
+    return sizes_of(tuple(sizes))
+
+
+def _text(key: Any) -> str:
+    if type(key) is not str:
+        raise ValueError(f"{show(key)} in place of a name")
+    return key

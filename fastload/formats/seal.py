@@ -1,0 +1,157 @@
+"""The seal of a checkpoint that another program wrote: its checksums, in ``fastload.seal.json`` next to it.
+
+A seal has an xxh3-64 for each *block*. The blocks of an extent (a tensor, or a piece of one) are
+`block_bytes` long and begin at its first byte; the blocks of a file are in the order of their offsets. What
+is read when a checkpoint is opened (headers, pickles, metadata), and the place of each extent, have one
+digest in the seal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import xxhash
+
+from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
+from fastload.formats.manifest import Manifest
+from fastload.formats.names import SEAL_NAME
+from fastload.formats.reading import read_limited, url_of
+from fastload.formats.record import (
+    CHECKSUM_BYTES,
+    MAX_RECORD_BYTES,
+    canonical,
+    checksum,
+    take_checksum,
+    unhex,
+)
+from fastload.formats.untrusted import is_size, parse_json, show
+from fastload.geometry.blocks import num_blocks
+from fastload.storage.base import Storage
+
+_FORMAT, _VERSION = "fastload-seal", 1
+_KEYS = {"block_bytes", "checksums", "digest", "format", "version"}
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The checksums of a checkpoint.
+
+    Attributes:
+        block_bytes: Length of a block.
+        digest: xxh3-128 of everything but the data of tensors; see `digest_of`.
+        checksums: For each file of the manifest, the checksums of its blocks, 8 bytes each, joined.
+    """
+
+    block_bytes: int
+    digest: str
+    checksums: tuple[bytes, ...]
+
+    def to_bytes(self) -> bytes:
+        """Returns the text of the seal, the same for equal contents."""
+        body = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "block_bytes": self.block_bytes,
+            "digest": self.digest,
+            "checksums": [each.hex() for each in self.checksums],
+        }
+        return canonical({**body, "checksum": checksum(canonical(body)).hex()})
+
+    def applied_to(self, manifest: Manifest) -> Manifest:
+        """Returns the manifest with the checksums.
+
+        Raises:
+            ChecksumError: The checkpoint is not the one that was sealed.
+            ManifestError: The seal contradicts itself.
+        """
+        if self.digest != digest_of(manifest):
+            raise ChecksumError(
+                f"{manifest.url}: its files, headers or metadata are not those that {SEAL_NAME} has the "
+                "checksums of: they are damaged, or were changed after `fastload seal`. If the change was "
+                "intended, seal it again, or remove that file"
+            )
+        wanted = blocks_of_files(manifest, self.block_bytes)
+        if [len(each) for each in self.checksums] != [CHECKSUM_BYTES * count for count in wanted]:
+            found = [len(each) // CHECKSUM_BYTES for each in self.checksums]
+            raise ManifestError(
+                f"{manifest.url}/{SEAL_NAME}: {show(found)} checksums for {show(wanted)} blocks"
+            )
+        files = zip(manifest.files, self.checksums, strict=True)
+        return replace(
+            manifest,
+            files=tuple(replace(file, checksums=own) for file, own in files),
+            block_bytes=self.block_bytes,
+        )
+
+
+def blocks_of_files(manifest: Manifest, block_bytes: int) -> list[int]:
+    """Returns the number of blocks in each file."""
+    counts = [0] * len(manifest.files)
+    for extent in manifest.extents:
+        counts[extent.file] += num_blocks(extent.nbytes, block_bytes)
+    return counts
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Returns an xxh3-128 of names, sizes and headers of the files, and of the places of all extents.
+
+    Layouts that were inferred have the digest of those that were read, if they are equal.
+    """
+    files = [[file.name, file.nbytes, file.header_digest] for file in manifest.files]
+    extents = [[extent.file, extent.offset, extent.nbytes] for extent in manifest.extents]
+    body = {"files": files, "record": manifest.record_digest, "extents": extents}
+    return xxhash.xxh3_128_hexdigest(canonical(body))
+
+
+def require_disjoint(manifest: Manifest) -> None:
+    """Requires that no byte of the files belongs to two extents.
+
+    Raises:
+        ManifestError: Some does.
+    """
+    filled = [extent for extent in manifest.extents if extent.nbytes]
+    for extent, after in pairwise(filled):
+        if extent.file == after.file and extent.offset + extent.nbytes > after.offset:
+            where = manifest.files[extent.file].name or manifest.url
+            raise ManifestError(
+                f"{where}: tensors share bytes from {after.offset} on (views of one storage), which have no "
+                "checksums of their own: `fastload convert` saves them as a checkpoint that has"
+            )
+
+
+def read_seal(storage: Storage) -> Seal:
+    """Reads the seal of a directory.
+
+    Raises:
+        UnsupportedVersion: This fastload does not know its version.
+        ManifestError: It is malformed.
+        ChecksumError: It is damaged.
+    """
+    where = url_of(storage, SEAL_NAME)
+    raw = parse_json(read_limited(storage, SEAL_NAME, "seal", MAX_RECORD_BYTES), f"{where}: seal")
+    if "checksum" not in raw:
+        raise ManifestError(f"{where}: it has no checksum of its own, but only {show(sorted(raw))}")
+    take_checksum(raw, where, "seal")
+    if raw.get("format") != _FORMAT or raw.get("version") != _VERSION:
+        found = f"format {show(raw.get('format'))}, version {show(raw.get('version'))}"
+        raise UnsupportedVersion(
+            f"{where}: {found}: this fastload reads {_FORMAT!r}, version {_VERSION}: update fastload"
+        )
+    if raw.keys() != _KEYS:
+        raise ManifestError(f"{where}: needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}")
+    if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
+        raise ManifestError(f"{where}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
+    if type(raw["digest"]) is not str:
+        raise ManifestError(f"{where}: digest is no text but {show(raw['digest'])}")
+    return Seal(raw["block_bytes"], raw["digest"], _parse_checksums(raw["checksums"], where))
+
+
+def _parse_checksums(raw: Any, where: str) -> tuple[bytes, ...]:
+    if type(raw) is not list:
+        raise ManifestError(f"{where}: checksums is not a list but {show(raw)}")
+    try:
+        return tuple(unhex(text, "checksums") for text in raw)
+    except ValueError as error:
+        raise ManifestError(f"{where}: {error}") from None

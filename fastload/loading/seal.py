@@ -1,0 +1,173 @@
+"""Seals a checkpoint of any format: all ranks compute its checksums together."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from fastload.comm.hosts import host_of
+from fastload.comm.world import World
+from fastload.errors import CheckpointError, ChecksumError, Interrupted
+from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.names import RECORD_NAME, SEAL_NAME
+from fastload.formats.open import read_manifest
+from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.record import CHECKSUM_BYTES
+from fastload.formats.seal import Seal, blocks_of_files, digest_of, require_disjoint
+from fastload.geometry.blocks import good_block_bytes
+from fastload.loading.access import Access, open_access
+from fastload.loading.load import Session
+from fastload.loading.verify import CompleteRead, team_of
+from fastload.options import LoadOptions
+from fastload.report import VerifyReport
+from fastload.storage import Location, Storage, put_next_to
+from fastload.storage.single_file import sha_256_on_hub
+from fastload.transfer.read import ChecksumCollector, Damage
+
+_READ_BYTES = 8 << 20
+
+
+def seal(
+    world: World,
+    location: Location,
+    storage_options: Mapping[str, Any] | None,
+    options: LoadOptions,
+) -> VerifyReport:
+    """Seals the checkpoint at a location; see `fastload.seal`.
+
+    Raises:
+        FastloadError: A rank failed; see `fastload.seal`.
+    """
+    call = {"call": "seal", "path": location.given}
+    access = open_access(world, location, storage_options, options, call, read=_read_unsealed)
+    session = Session(world, access, replace(options, verify=False))
+    try:
+        with session.usable():
+            if not location.scheme:
+                _compare_with_hub(session)
+            hasher = ChecksumCollector(access.manifest)
+            reading = CompleteRead(session, hasher, _ignore)
+            found = reading.run("seal", dict)
+            texts = _texts(session, hasher)
+
+            def write() -> None:
+                if world.rank in texts:
+                    patience: dict[str, Any] = {"timeout_s": world.patience_s, "retries": options.retries}
+                    put_next_to(location, SEAL_NAME, texts[world.rank], storage_options, **patience)
+
+            world.agree(f"writing {location}/{SEAL_NAME}", write)
+            world.acknowledge()
+            return reading.report(found)
+    finally:
+        session.close()
+
+
+def _read_unsealed(storage: Storage) -> Manifest:
+    """Reads the manifest of a checkpoint to seal, with the length of its blocks."""
+    if storage.list() is None and storage.stat("") is not None:
+        raise CheckpointError(f"{storage.url}: cannot be sealed: it is a single file, not a directory")
+    manifest = read_manifest(storage, exact=True, sealed=False)
+    if manifest.block_bytes:
+        raise CheckpointError(
+            f"{storage.url}: has checksums already, in {RECORD_NAME}: `fastload verify` compares the files "
+            "with them"
+        )
+    require_disjoint(manifest)
+    return replace(manifest, block_bytes=good_block_bytes(manifest.nbytes))
+
+
+def _texts(session: Session, hasher: ChecksumCollector) -> dict[int, bytes]:
+    """Gathers all checksums; returns the text of the seal, by rank that writes it: one for each copy.
+
+    Raises:
+        ChecksumError: The copies of several hosts differ; the same error on all ranks.
+    """
+    world, access = session.opened.world, session.opened.access
+    manifest = access.manifest
+
+    def pack() -> bytes:
+        return b"".join([array("Q", hasher.checksums).tobytes(), *hasher.checksums.values()])
+
+    packed = world.gather_bytes(f"gathering the checksums of {manifest.url}", pack)
+    teams = {team[0]: team for team in (team_of(access, reader) for reader in access.readers)}
+    texts = {writer: _text(manifest, [packed[rank] for rank in team]) for writer, team in teams.items()}
+    if len(set(texts.values())) > 1:
+        hosts = ", ".join(host_of(access.hosts[writer]) for writer in texts)
+        raise ChecksumError(f"{manifest.url}: the copies on {hosts} differ: make them anew from one source")
+    return texts
+
+
+def _text(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
+    """Returns the text of the seal.
+
+    Args:
+        manifest: The manifest, with the length of a block.
+        parts: Of each rank, the numbers of its blocks (8 bytes each), then their checksums.
+    """
+    numbered: dict[int, bytes] = {}
+    for part in parts:
+        half = len(part) // 2
+        numbers = array("Q", part[:half])
+        sums = (part[at : at + CHECKSUM_BYTES] for at in range(half, len(part), CHECKSUM_BYTES))
+        numbered.update(zip(numbers, sums, strict=True))
+    joined = b"".join(numbered[number] for number in range(len(numbered)))
+    ends = list(accumulate(blocks_of_files(manifest, manifest.block_bytes), initial=0))
+    assert len(numbered) == ends[-1], "each block once"
+    checksums = (joined[begin * CHECKSUM_BYTES : end * CHECKSUM_BYTES] for begin, end in pairwise(ends))
+    return Seal(manifest.block_bytes, digest_of(manifest), tuple(checksums)).to_bytes()
+
+
+def _ignore(_: Damage) -> None:
+    """Takes no damage, since nothing is compared."""
+
+
+# Files from the Hugging Face hub
+
+
+def _compare_with_hub(session: Session) -> None:
+    """Compares files with the SHA-256 that the hub's cache has of them, each on one rank.
+
+    Raises:
+        ChecksumError: A file differs.
+    """
+    world, access = session.opened.world, session.opened.access
+    team = team_of(access, world.rank)
+
+    def compare() -> None:
+        known = {file: sha_256_on_hub(access.storage.url, file.name) for file in access.manifest.files}
+        dealt = _deal([file for file, digest in known.items() if digest], len(team))
+        for file in dealt[team.index(world.rank)] if world.rank in team else ():
+            found = _sha_256(world, access, file)
+            if found != known[file]:
+                raise ChecksumError(
+                    f"{url_of(access.storage, file.name)}: not the file on the hub: SHA-256 {known[file]} "
+                    f"expected, {found} found: download it again"
+                )
+
+    world.settle(f"comparing {access.manifest.url} with the hub", compare)
+
+
+def _deal(files: Sequence[FileEntry], num_ranks: int) -> list[list[FileEntry]]:
+    """Deals files to ranks, each to that with the fewest bytes so far, the largest first."""
+    dealt: list[list[FileEntry]] = [[] for _ in range(num_ranks)]
+    loads = [(0, number) for number in range(num_ranks)]
+    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)) if loads else ():
+        nbytes, number = loads[0]
+        dealt[number].append(file)
+        heapq.heapreplace(loads, (nbytes + file.nbytes, number))
+    return dealt
+
+
+def _sha_256(world: World, access: Access, file: FileEntry) -> str:
+    digest = hashlib.sha256()
+    for offset in range(0, file.nbytes, _READ_BYTES):
+        if world.peer_failed():
+            raise Interrupted("reading stopped because another rank failed")
+        digest.update(read_bytes(access.storage, file.name, offset, min(_READ_BYTES, file.nbytes - offset)))
+        world.note_progress()
+    return digest.hexdigest()

@@ -1,0 +1,231 @@
+"""`fastload.seal`: checksums of checkpoints that other programs wrote, by which everything verifies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fastload
+from fastload.errors import (
+    CheckpointError,
+    ChecksumError,
+    IncompleteCheckpoint,
+    ManifestError,
+    OptionError,
+    UnsupportedVersion,
+)
+from fastload.formats.names import SEAL_NAME
+from fastload.loading.access import samples_of
+from tests.checkpoints import (
+    assert_same_bits,
+    flip,
+    load_reference,
+    rot,
+    seal,
+    write_hub_cache,
+    write_sharded,
+)
+from tests.dist.harness import ranks
+from tests.dist.test_readers import own_disk
+from tests.dist.test_readers import pytestmark as needs_mounts
+
+OPTIONS = fastload.LoadOptions(timeout_s=20)
+ROWS = [("a", "U8", (600_001,)), ("b", "BF16", (700, 100)), ("c", "F32", (0, 3)), ("d", "I64", ())]
+
+
+def as_safetensors(folder: Path) -> None:
+    write_sharded(folder, {"x.safetensors": ROWS[:1], "y.safetensors": ROWS[1:]}, index=True)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    wide = torch.arange(300_000.0).reshape(500, 600)
+    return {"wide": wide, "turned": wide[:100, :9].clone().t(), "one": torch.tensor(3)}
+
+
+def as_dcp(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a process group
+        dcp.save({"model": tensors(), "lr": 0.1}, checkpoint_id=folder, no_dist=True)
+
+
+def as_bin(folder: Path) -> None:
+    folder.mkdir()
+    torch.save(tensors(), folder / "pytorch_model.bin")
+
+
+FORMATS = {as_safetensors: ("x.safetensors", "a"), as_dcp: ("__0_0.distcp", "model.wide")}
+FORMATS[as_bin] = ("pytorch_model.bin", "wide")
+
+
+def load(folder: Path) -> tuple[dict[str, torch.Tensor], fastload.LoadReport]:
+    with fastload.open(folder, options=OPTIONS) as checkpoint:
+        state = checkpoint.load()
+    assert checkpoint.report is not None
+    return state.get("model", state), checkpoint.report
+
+
+@ranks(1, 3, deadline_s=100)
+def test_all_that_reads_verifies(rank: int, world: int, tmp_path: Path) -> None:
+    for write, (name, tensor) in FORMATS.items():
+        folder, copy = tmp_path / write.__name__, tmp_path / f"{write.__name__}-copy"
+        if rank == 0:
+            write(folder)
+            (folder / "config.json").write_text("{}")
+        torch.distributed.barrier()
+        before, _ = load(folder)
+        with pytest.raises(IncompleteCheckpoint, match="fastload seal"):
+            fastload.verify(folder, options=OPTIONS)
+        report = fastload.seal(folder, options=OPTIONS)
+        assert report.bytes_verified == report.nbytes == sum(one.bytes_read for one in report.ranks)
+        after, loaded = load(folder)
+        assert 0 < loaded.bytes_verified <= loaded.bytes_read < loaded.bytes_verified + 8000 * world
+        assert_same_bits(after, before)
+        checked = fastload.verify(folder, options=OPTIONS)
+        assert (checked.num_blocks, checked.nbytes) == (report.num_blocks, report.nbytes)
+        assert checked.bytes_verified == report.nbytes
+        fastload.stage(folder, copy)
+        assert (copy / SEAL_NAME).read_bytes() == (folder / SEAL_NAME).read_bytes()
+        fastload.verify(copy, options=OPTIONS)
+        torch.distributed.barrier()
+
+        if rank == 0:
+            flip(folder / name, 250_000)
+        torch.distributed.barrier()
+        for call in (fastload.load, fastload.verify):
+            with pytest.raises(ChecksumError, match=rf"{name}: block \d+ .* of tensor '{tensor}'"):
+                call(folder, options=OPTIONS)
+        with pytest.raises(ChecksumError, match=name):
+            fastload.stage(folder, tmp_path / f"{write.__name__}-spoiled")
+        torch.distributed.barrier()
+
+
+def change_a_header(folder: Path) -> None:
+    text = (folder / "y.safetensors").read_bytes()
+    (folder / "y.safetensors").write_bytes(text.replace(b'"d"', b'"e"'))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"d"', '"e"'))
+
+
+def change_a_value(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    text, value = path.read_bytes(), b"\x3f\xb9\x99\x99\x99\x99\x99\x9a"  # the 0.1 of a pickle
+    assert text.count(value) == 1
+    path.write_bytes(text.replace(value, value[:-1] + b"\x9b"))
+
+
+def add_a_file(folder: Path) -> None:
+    torch.save({"more": torch.ones(1)}, folder / "more.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"one": "pytorch_model.bin", "more": "more.bin"}})
+    )
+
+
+@pytest.mark.parametrize(
+    ("write", "change"),
+    [(as_safetensors, change_a_header), (as_dcp, change_a_value), (as_bin, add_a_file)],
+)
+def test_what_was_changed_since_is_refused_until_it_is_sealed_again(
+    tmp_path: Path, write: Callable[[Path], None], change: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "checkpoint"
+    write(folder)
+    fastload.seal(folder)
+    change(folder)
+    with pytest.raises(ChecksumError, match=r"changed after `fastload seal`.*seal it again"):
+        fastload.load(folder)
+    fastload.seal(folder)
+    fastload.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "reason"),
+    [
+        (lambda path: flip(path, 40), ChecksumError, "the seal is damaged"),
+        (lambda path: path.write_bytes(b"{}"), ManifestError, "no checksum of its own"),
+        (lambda path: path.write_bytes(b"[" * 100_000), ManifestError, "nested too deeply"),
+        (lambda path: seal(path, version=2), UnsupportedVersion, "update fastload"),
+        (lambda path: seal(path, checksums=["00" * 8]), ManifestError, r"\[1\] checksums for"),
+        (lambda path: seal(path, checksums=[3, {}]), ManifestError, "not hex digits"),
+        (lambda path: seal(path, block_bytes=0), ManifestError, "block_bytes"),
+        (lambda path: seal(path, block_bytes=1), ManifestError, "checksums for"),
+        (lambda path: seal(path, digest=None), ManifestError, "digest"),
+        (lambda path: seal(path, more=1), ManifestError, "exactly the keys"),
+    ],
+)
+def test_seals_are_parsed_strictly(tmp_path: Path, damage: Any, error: type[Exception], reason: str) -> None:
+    folder = tmp_path / "checkpoint"
+    as_safetensors(folder)
+    fastload.seal(folder)
+    damage(folder / SEAL_NAME)
+    with pytest.raises(error, match=reason):
+        fastload.load(folder)
+
+
+def test_what_cannot_be_sealed(tmp_path: Path) -> None:
+    (tmp_path / "views").mkdir()
+    base = torch.zeros(100)
+    torch.save({"all": base, "part": base[3:50]}, tmp_path / "views" / "pytorch_model.bin")
+    with pytest.raises(ManifestError, match=r"share bytes.*fastload convert"):
+        fastload.seal(tmp_path / "views")
+    fastload.save({"a": base}, tmp_path / "own")
+    with pytest.raises(CheckpointError, match=r"has checksums already.*fastload verify"):
+        fastload.seal(tmp_path / "own")
+    with pytest.raises(CheckpointError, match="single file"):
+        fastload.seal(tmp_path / "views" / "pytorch_model.bin")
+    with pytest.raises(OptionError, match="can only be read"):
+        fastload.seal("https://example.invalid/checkpoint")
+
+
+def test_files_of_the_hub_are_compared_with_its_sha_256(tmp_path: Path) -> None:
+    snapshot = write_hub_cache(tmp_path, {"x.safetensors": ROWS[:1], "y.safetensors": ROWS[1:]})
+    with pytest.raises(ChecksumError, match=r"x\.safetensors: not the file on the hub: SHA-256 0+1 "):
+        fastload.seal(snapshot)
+    for link in snapshot.glob("*.safetensors"):
+        blob = link.resolve()
+        named = blob.with_name(hashlib.sha256(blob.read_bytes()).hexdigest())
+        blob.rename(named)
+        link.unlink()
+        link.symlink_to(named)
+    fastload.seal(snapshot)
+    assert_same_bits(fastload.load(snapshot), load_reference(snapshot))
+
+    folder = tmp_path / "local"  # as `hf download --local-dir` leaves it
+    as_safetensors(folder)
+    metadata = folder / ".cache" / "huggingface" / "download" / "x.safetensors.metadata"
+    metadata.parent.mkdir(parents=True)
+    digest = hashlib.sha256((folder / "x.safetensors").read_bytes()).hexdigest()
+    metadata.write_text(f"{'a' * 40}\n{digest}\n{(folder / 'x.safetensors').stat().st_mtime}\n")
+    rot(folder / "x.safetensors", 1000)
+    with pytest.raises(ChecksumError, match="not the file on the hub"):
+        fastload.seal(folder)
+    os.utime(folder / "x.safetensors", (2e9, 2e9))  # changed on purpose
+    fastload.seal(folder)
+
+
+@needs_mounts
+@ranks(2)
+def test_each_copy_gets_its_seal_if_they_are_equal(rank: int, world: int, tmp_path: Path) -> None:
+    folder = own_disk(tmp_path, rank) / "checkpoint"
+    write_sharded(folder, {"x.safetensors": [("a", "U8", (5_000_000,))]}, index=False)
+    torch.distributed.barrier()
+    fastload.seal(folder, options=OPTIONS)
+    assert fastload.verify(folder, options=OPTIONS).bytes_verified == 2 * 5_000_000
+    text = (folder / SEAL_NAME).read_bytes()
+    sampled = samples_of(fastload.inspect(folder))
+    between = next(one.end for one, after in pairwise(sampled) if after.offset > one.end)
+    if rank == 1:
+        rot(folder / "x.safetensors", between)
+    torch.distributed.barrier()
+    with pytest.raises(ChecksumError, match=r"the copies on .*, .* differ"):
+        fastload.seal(folder, options=OPTIONS)
+    assert (folder / SEAL_NAME).read_bytes() == text
