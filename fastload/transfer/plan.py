@@ -854,7 +854,8 @@ def deal(
         holders: For each group, the readers that can read it, ascending; None if each can read all.
 
     Returns:
-        The shares in the order in which each reader reads, group by group.
+        The shares in the order in which each reader reads, group by group. Readers begin with different
+        groups: else all would send to the same ranks at the same time.
     """
     totals = [sum(end - begin for begin, end in of_group) for of_group in ranges]
     cap = -(-sum(totals) // len(readers)) + _SLACK_BYTES
@@ -871,13 +872,17 @@ def deal(
     for group in sorted(range(len(totals)), key=lambda group: (len(can_read[group]), group)):
         left = totals[group] - sum(quotas[group].values())
         _raise_level(loads, can_read[group], left, sum(totals) + cap, quotas[group])
+    cut = [
+        (group, *part)
+        for group, quota in enumerate(quotas)
+        for part in _cut(ranges[group], _bounds(quota, totals[group]))
+    ]
+    first = {reader: index * len(totals) // len(readers) for index, reader in enumerate(readers)}
     reads = dict.fromkeys(readers, 0)
     shares = []
-    for group, quota in enumerate(quotas):
-        bounds = _bounds(quota, totals[group])
-        for reader, begin, end in _cut(ranges[group], bounds):
-            shares.append(Share(group, reader, begin, end, reads[reader]))
-            reads[reader] += end - begin
+    for group, reader, begin, end in sorted(cut, key=lambda part: (part[0] - first[part[1]]) % len(totals)):
+        shares.append(Share(group, reader, begin, end, reads[reader]))
+        reads[reader] += end - begin
     return shares
 
 

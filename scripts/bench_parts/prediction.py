@@ -36,7 +36,7 @@ def print_predictions(result: dict[str, Any], regime: str) -> None:
         table.add_column(head, justify="left" if head in ("arm", "bound by") else "right", no_wrap=True)
     for hosts, by_arm in cells(result, regime).items():
         for arm, cell in by_arm.items():
-            if cell.report is None or arm == AS_IT_WAS:
+            if cell.report is None or arm in (AS_IT_WAS, "fastload prefetched"):
                 continue
             seconds, bound_by = predicted(result, regime, hosts, cell.report)
             ratio = seconds / cell.seconds
