@@ -110,6 +110,9 @@ SETTINGS = {
     "prefetch_bytes": Setting(
         None, parse_bytes, "most host memory for what a rank reads ahead; its whole share if not set"
     ),
+    "dequantize": Setting(
+        False, parse_bool, "turn weights that config.json says are quantised into floating point numbers"
+    ),
     "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
 }
 
@@ -203,7 +206,7 @@ class _Options:
             elif name in _LEAST:
                 chosen = value is None and {**SETTINGS, **SAVE_SETTINGS}[name].default is None
                 _require(chosen or _is_count(value, _LEAST[name]), name, value, f"at least {_LEAST[name]}")
-            elif name in ("atomic", "overwrite", "parts", "verify"):
+            elif name in ("atomic", "overwrite", "parts", "verify", "dequantize"):
                 is_open = value is None and getattr(type(self), name) is None
                 _require(is_open or isinstance(value, bool), name, value, "True or False")
             elif name == "timeout_s":
@@ -266,6 +269,8 @@ class LoadOptions(_Options):
             the reading. See `FastloadError.is_partial` for what may fail afterwards.
         prefetch_bytes: Most host memory in bytes for what a rank reads ahead (`fastload.prefetch`); the rest
             is read by the load. None: all of its share, the checkpoint ÷ the ranks that read.
+        dequantize: Whether weights that ``quantization_config`` in ``config.json`` says are quantised come as
+            floating point tensors; see "Quantised weights" in docs/loading.md.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
             for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
         on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
@@ -287,6 +292,7 @@ class LoadOptions(_Options):
     per_rank_mismatch: PerRankMismatch = _setting("per_rank_mismatch")
     atomic: bool = _setting("atomic")
     prefetch_bytes: int | None = _setting("prefetch_bytes")
+    dequantize: bool = _setting("dequantize")
     trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

@@ -11,6 +11,7 @@
     python scripts/bench_load.py memory --fsdp
     python scripts/bench_load.py fsdp
     python scripts/bench_load.py plan
+    python scripts/bench_load.py quantised
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the
 slowest rank has the complete state, and are verified, outside of the timing, by one digest. Those of
@@ -25,6 +26,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,55 @@ def plan(repeats: int, json_path: str | None) -> None:
     compared = [row for size in (8, 64, 1024, 16384) for at in (0, MIB) for row in compare_plans(size, at)]
     _print_plans("Planning a replicated load as a sharded one", compared)
     write_json(json_path, [*rows, *sharded, *compared])
+
+
+@main.command()
+@click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the checkpoint.")
+@click.option("--repeats", default=7, show_default=True, help="Runs of each arm.")
+@click.option("--folder", default=None, help="Where to put the checkpoint: a folder on the disk to measure.")
+@json_option
+def quantised(size: int, repeats: int, folder: str | None, json_path: str | None) -> None:
+    """Load FP8 weights in blocks as they are, and dequantise them to bfloat16; one process, into tensors."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as made:
+        stored = {}
+        for number in range(max(1, size // (16 << 20))):
+            weight = torch.randn(4096, 4096).to(torch.float8_e4m3fn)
+            stored |= {f"{number}.weight": weight, f"{number}.weight_scale_inv": torch.rand(32, 32)}
+        safetensors.torch.save_file(stored, Path(made, "model.safetensors"))
+        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        Path(made, "config.json").write_text(json.dumps(config))
+        weights = {
+            name: torch.zeros(each.shape, dtype=torch.bfloat16)
+            for name, each in stored.items()
+            if name.endswith(".weight")
+        }
+        rows = []
+        for storage, io in (("page cache", "buffered"), ("disk", "direct")):
+            options = LoadOptions(io=io)
+            arms = {
+                "as stored": partial(fastload.load, made, into=stored, options=options),
+                "dequantised": partial(
+                    fastload.load,
+                    made,
+                    into=weights,
+                    dtype="bfloat16",
+                    options=replace(options, dequantize=True),
+                ),
+            }
+            times: dict[str, list[float]] = {name: [] for name in arms}
+            for number in range(repeats + 1):
+                for name, arm in arms.items():
+                    began = time.perf_counter()
+                    arm()
+                    if number:  # the first one is warming up
+                        times[name].append(time.perf_counter() - began)
+            rows.append({"storage": storage, **{name: sorted(of) for name, of in times.items()}})
+    table = Table("storage", "as stored, s", "dequantised, s", "ratio", title=f"{size / MIB:.0f} MiB of FP8")
+    for row in rows:
+        plain, dequantised = (row[name][repeats // 2] for name in ("as stored", "dequantised"))
+        table.add_row(row["storage"], f"{plain:.2f}", f"{dequantised:.2f}", f"{dequantised / plain:.2f}")
+    print_table(table)
+    write_json(json_path, rows)
 
 
 def _print_plans(title: str, rows: list[dict[str, Any]]) -> None:

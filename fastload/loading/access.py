@@ -16,13 +16,15 @@ from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.hosts import machine
 from fastload.comm.responses import Each
 from fastload.comm.world import World
-from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
-from fastload.formats.reading import in_threads, read_bytes
+from fastload.formats.reading import in_threads, read_bytes, read_limited, url_of
 from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.untrusted import parse_json
 from fastload.geometry.ranges import ByteRange, Space
+from fastload.loading.quantized import CONFIG_NAME, dequantized
 from fastload.options import LoadOptions, StageOptions
 from fastload.storage import Location, PatientStorage, Storage, open_storage
 
@@ -35,6 +37,7 @@ _log = logging.getLogger(__name__)
 _MAX_ATTEMPT_S = 30.0  # for one request: a longer one has stalled
 _MAX_PACKED_BYTES = 16 << 10  # of a manifest that is sent with a response
 _REPLACED = b"replaced"  # instead of a packed manifest
+_MAX_CONFIG_BYTES = 16 << 20
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _NUM_READERS = 8
@@ -54,6 +57,7 @@ class Access:
         shared: Whether all ranks read through one link (object store, network file system).
         holders: The readers of each byte; None if every reader has all of them.
         held: The bytes that this rank has in its own memory; None if no rank has any.
+        dequantized: `manifest` with dequantised weights; None without `LoadOptions.dequantize`.
     """
 
     storage: PatientStorage
@@ -65,6 +69,12 @@ class Access:
     shared: bool
     holders: Holders | None = None
     held: HeldBytes | None = None
+    dequantized: Manifest | None = None
+
+    @property
+    def tensors(self) -> Manifest:
+        """The manifest with the tensors that can be requested."""
+        return self.dequantized or self.manifest
 
     @property
     def is_mounted(self) -> bool:
@@ -110,7 +120,30 @@ def open_access(
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
     with world.together():
-        return agree_on_access(world, location.url, connect, {**call, **options.shared_values()}, read)
+        access = agree_on_access(world, location.url, connect, {**call, **options.shared_values()}, read)
+        if not (isinstance(options, LoadOptions) and options.dequantize):
+            return access
+        try:
+            return replace(access, dequantized=_dequantized(world, access))
+        except BaseException:
+            access.storage.close()
+            raise
+
+
+def _dequantized(world: World, access: Access) -> Manifest:
+    """Returns the manifest with dequantised weights; one rank reads their configuration, for all."""
+    manifest, storage = access.manifest, access.storage
+
+    def read() -> bytes:
+        if manifest.structure is not None:
+            raise OptionError(f"{manifest.url}: dequantize= is for Hugging Face's checkpoints only")
+        text = read_limited(storage, CONFIG_NAME, "configuration", _MAX_CONFIG_BYTES)
+        dequantized(manifest, parse_json(text, f"{url_of(storage, CONFIG_NAME)}"))
+        return text
+
+    what = f"reading the quantization of {manifest.url}"
+    text = world.share(what, access.readers[0], read) if world.size > 1 else read()
+    return dequantized(manifest, parse_json(text, CONFIG_NAME))
 
 
 def agree_on_access(

@@ -11,7 +11,7 @@ import torch
 
 from fastload.base.threads import ProcessLock
 from fastload.comm.world import World
-from fastload.errors import FastloadError, IncompleteCheckpoint
+from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.loading.access import Access
@@ -40,8 +40,8 @@ class Checkpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Its files and tensors, and the place of each tensor."""
-        return self._session.manifest
+        """Its files and tensors, and the place of each tensor; dequantised with `LoadOptions.dequantize`."""
+        return self._session.opened.access.tensors
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -182,11 +182,14 @@ class Checkpoint:
             the last tensor, or left.
 
         Raises:
+            OptionError: With `LoadOptions.dequantize`.
             MismatchError: There is no tensor of some name, or no such box.
             FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
         """
         from fastload.loading.stream import TensorStream, stream_boxes, stream_tensors
 
+        if self._session.opened.options.dequantize:
+            raise OptionError("streams hand out tensors as stored: open the checkpoint without dequantize")
         self._end_stream()
         with self._session.usable():
             if boxes is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 from operator import and_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import xxhash
@@ -44,6 +44,9 @@ from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy
 from fastload.transfer.read import ChunkReader, Guards, HeldBytes, Verifier, refuse
 from fastload.transfer.routed_plan import Holders, RoutedPlan, plan_routes
 from fastload.transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from fastload.loading.stream import StreamBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -243,7 +246,7 @@ class Session:
 
         def work() -> dict[str, Any]:
             if errors is None:
-                passes[-1].pipeline.run()
+                passes[-1].run()
             elif errors:
                 _raise_first(errors)
             return {
@@ -472,7 +475,7 @@ class MatchedRequest:
             FastloadError: This rank cannot load it.
         """
         began, world, storage = time.perf_counter(), opened.world, opened.access.storage
-        matched = request.match(opened.access.manifest, world.rank, world.size, members_of(world.group))
+        matched = request.match(opened.access.tensors, world.rank, world.size, members_of(world.group))
         backend, detour = "", "the tensors are in host memory"
         if is_accelerator(matched.device):
             backend = backend_of(world.group, matched.device.type)
@@ -532,12 +535,23 @@ class Job:
     Attributes:
         request: The request of this rank.
         bytes_wanted: Bytes that any rank wants, each counted once.
+        writer: Writes the bytes into tensors.
         pipeline: Runs the rounds of the plan.
     """
 
     request: MatchedRequest
     bytes_wanted: int
+    writer: TensorWriter | StreamBuffer
     pipeline: Pipeline
+
+    def run(self) -> None:
+        """Runs the rounds of a load that is no stream; see `Pipeline.steps` for errors."""
+        assert isinstance(self.writer, TensorWriter)
+        before: Sequence[tuple[int, int]] = ()
+        for in_place in self.pipeline.steps():
+            self.writer.count(before)  # from here on, no message of that round is sent from its memory
+            before = in_place
+        self.writer.count(before)
 
     def close(self) -> None:
         """Ends its threads; a read without an answer from storage ends later."""
@@ -719,7 +733,7 @@ def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
         progress=options.progress,
     )
     opened.tracing.follow(pipeline.watches)
-    return Job(own, bytes_wanted, pipeline)
+    return Job(own, bytes_wanted, writer, pipeline)
 
 
 # Ranks want different bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from ctypes import memmove
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -20,6 +20,7 @@ from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
 from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_parts, narrowed
 from fastload.geometry.ranges import ByteRange, Space
+from fastload.loading.quantized import Dequantizer, QuantizedWeight
 
 
 class DestinationBuilder:
@@ -30,10 +31,12 @@ class DestinationBuilder:
 
     Attributes:
         copies: Pairs of a tensor and the one to copy it from after the load, in this order.
+        dequantizers: Dequantise boxes of weights.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.dequantizers: list[Dequantizer] = []
         self._manifest = manifest
         self._destinations: list[Destination] = []
 
@@ -46,6 +49,16 @@ class DestinationBuilder:
             tensor: The tensor to fill, of the shape of the box.
             box: A box that is not empty; None for the complete tensor.
         """
+        if isinstance(entry, QuantizedWeight):
+            box = Box.whole(tensor.shape) if box is None else box
+            self.dequantizers.append(dequantizer := Dequantizer(entry, tensor.detach(), box))
+            first = len(self._destinations)
+            for part in dequantizer.parts:
+                self.add(part.entry, part.memory.dtype, part.memory, part.box)
+            self._destinations[first:] = [
+                replace(each, dequantizer=dequantizer) for each in self._destinations[first:]
+            ]
+            return
         if not entry.pieces:
             runs = None
             if box is not None:
@@ -83,7 +96,9 @@ class DestinationBuilder:
         return self._destinations
 
     def copy(self) -> None:
-        """Copies elements that are stored once and expanded."""
+        """Dequantises weights, and copies elements that are stored once and expanded."""
+        for dequantizer in self.dequantizers:
+            dequantizer.finish()
         for target, source in self.copies:
             target.copy_(source)
 
@@ -101,6 +116,7 @@ class Destination:
         tensor: The tensor to fill in row-major order, with any strides, on any device; cast to its dtype.
         runs: The wanted byte ranges of `extent`; None for all of it.
         piece: The piece of the tensor; None if it has no pieces.
+        dequantizer: Has to have all of its bytes; None if they are not quantised.
     """
 
     entry: TensorEntry
@@ -108,6 +124,7 @@ class Destination:
     tensor: Tensor
     runs: Runs | None = None
     piece: Piece | None = None
+    dequantizer: Dequantizer | None = None
 
     @property
     def extent(self) -> TensorEntry | Piece:
@@ -140,11 +157,7 @@ class TensorWriter:
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
         # Detached tensors keep their memory alive, whatever the caller does meanwhile.
-        self._destinations = [
-            Destination(d.entry, d.stored, d.tensor.detach(), d.runs, d.piece)
-            for d in destinations
-            if d.nbytes
-        ]
+        self._destinations = [replace(d, tensor=d.tensor.detach()) for d in destinations if d.nbytes]
         self._wanted = Space(
             [ByteRange(d.extent.file, d.extent.offset, d.nbytes) for d in self._destinations]
         )
@@ -152,6 +165,8 @@ class TensorWriter:
         self._shared = _overlapping(self._addresses, [d.nbytes for d in self._destinations])
         self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._devices = accelerators_of(d.tensor for d in self._destinations)
+        # Between devices, chunks that could not be read are placed, too, before they are read again.
+        self._counts = not self._devices and any(d.dequantizer is not None for d in self._destinations)
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a byte range, in flat uint8 pieces.
@@ -184,6 +199,20 @@ class TensorWriter:
                 destination = self._destinations[index]
                 with torch.inference_mode() if destination.tensor.is_inference() else nullcontext():
                     self._place_piece(destination, begin, data[offset : offset + end - begin])
+        self.count([(start, data.numel())])
+
+    def count(self, in_place: Sequence[tuple[int, int]]) -> None:
+        """Dequantises the weights that are complete now.
+
+        Args:
+            in_place: (start, length) of byte ranges that were read or received into their tensors, and that
+                no other rank is still sent.
+        """
+        for start, nbytes in in_place if self._counts else ():
+            for index, begin, end in self._wanted.cut(start, nbytes):
+                dequantizer = self._destinations[index].dequantizer
+                if dequantizer is not None:
+                    dequantizer.count(end - begin)
 
     def settle(self) -> None:
         """Returns once all bytes placed so far have left their buffers."""
@@ -261,17 +290,21 @@ class LoadTargets:
     Attributes:
         destinations: In the order of `Manifest.extents`.
         copies: Pairs of a tensor and the one to copy it from after the load.
+        dequantizers: Called before.
         new: New tensors, by stored name.
         exact: New tensors with their stored dtype, even where others are cast, by stored name.
     """
 
     destinations: list[Destination]
     copies: list[tuple[Tensor, Tensor]]
+    dequantizers: list[Dequantizer]
     new: dict[str, Tensor]
     exact: dict[str, Tensor]
 
     def copy(self) -> None:
-        """Copies tensors that are wanted more than once."""
+        """Dequantises weights, and copies tensors that are wanted more than once."""
+        for dequantizer in self.dequantizers:
+            dequantizer.finish()
         for target, source in self.copies:
             target = target.detach()
             if target.is_complex() and not source.is_complex():
@@ -402,7 +435,8 @@ class TargetBuilder:
                 new[entry.name] = cast
             if (entry.name, stored) in self._new:
                 exact[entry.name] = self._new[entry.name, stored]
-        return LoadTargets(builder.build(), [*builder.copies, *copies, *self._later], new, exact)
+        copies = [*builder.copies, *copies, *self._later]
+        return LoadTargets(builder.build(), copies, builder.dequantizers, new, exact)
 
     def _wanted_of(self, name: str) -> list[tuple[Box | None, list[Tensor]]]:
         """Returns the tensors for a stored one, by box; the box of complete ones is None."""

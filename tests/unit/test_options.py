@@ -31,6 +31,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("per_rank_mismatch", "skip", "skip", "skip"),
     ("atomic", "yes", True, True),
     ("prefetch_bytes", "1GiB", 1 << 30, 0),
+    ("dequantize", "yes", True, True),
     ("trace", "a/b.json", "a/b.json", "c.json"),
 ]
 
