@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +29,17 @@ from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
+from fastload.formats.reading import url_of
 from fastload.formats.state import leaves, own_view, raise_refused
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
+from fastload.formats.untrusted import parse_json
 from fastload.geometry.box import runs_of
 from fastload.geometry.dtensors import is_dtensor, local_parts
 from fastload.loading.checkpoint import Checkpoint
+from fastload.loading.mismatch import raise_mismatch
+from fastload.loading.quantized import CONFIG_NAME
+from fastload.loading.selection import RankView
+from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions
 from fastload.storage import PatientStorage, locate, open_storage, put_next_to, single_file
 from fastload.storage.folders import write_all
@@ -61,13 +68,33 @@ _log = logging.getLogger(__name__)
 @click.argument("src")
 @click.argument("dst")
 @click.option(
-    "--to", type=click.Choice(["fastload", "torch", "dcp"]), default="fastload", show_default=True,
-    help="Format: safetensors files with checksums, a file for torch.load, or a directory for dcp.load.",
+    "--to", type=click.Choice(["fastload", "hf", "torch", "dcp"]), default="fastload", show_default=True,
+    help="Format: safetensors files with checksums, only the weights for Hugging Face's libraries, a file "
+    "for torch.load, or a directory for dcp.load.",
 )  # fmt: skip
+@click.option("--names", multiple=True, help="With --to hf: only tensors with these names or patterns.")
+@click.option("--strip", default="", metavar="PREFIX", help="With --to hf: remove this from names.")
+@click.option("--dtype", help="With --to hf: cast floating point tensors, for example to bfloat16.")
+@click.option("--dequantize", is_flag=True, help="With --to hf: dequantise quantised weights.")
+@click.option(
+    "--config-from", metavar="DIR", help="With --to hf: copy config.json and other files from here, not SRC."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
 @click.option("--no-strict", is_flag=True, help="Leave out values that cannot be loaded.")
 @json_option
-def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_json: bool) -> None:
+def convert(
+    src: str,
+    dst: str,
+    to: str,
+    names: tuple[str, ...],
+    strip: str,
+    dtype: str | None,
+    dequantize: bool,
+    config_from: str | None,
+    overwrite: bool,
+    no_strict: bool,
+    as_json: bool,
+) -> None:
     """Save the checkpoint at SRC again at DST, with checksums, or in a format of torch.
 
     SRC is any checkpoint that fastload loads, such as a file of torch.save, from which no code is run. The
@@ -76,26 +103,32 @@ def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_js
 
     torchrun … -m fastload convert SRC DST
     """
+    if to != "hf" and (names or strip or dtype or dequantize or config_from):
+        raise click.UsageError("--names, --strip, --dtype, --dequantize and --config-from need --to hf")
     rank, _ = initialize()
     set_rank(rank)
-    if to != "fastload":
+    if to in ("torch", "dcp"):
         local_path(dst)
     shows = not as_json
     with (
         progress(rank, shown=shows) as show,
-        fastload.open(src, options=LoadOptions(progress=show)) as checkpoint,
+        fastload.open(src, options=LoadOptions(progress=show, dequantize=dequantize)) as checkpoint,
     ):
-        parts = load_parts(checkpoint, strict=not no_strict)
-        metadata = dict(checkpoint.metadata)
+        if to == "hf":
+            parts, metadata = load_weights(checkpoint, names or "*", strip=strip, dtype=dtype), {}
+        else:
+            parts, metadata = load_parts(checkpoint, strict=not no_strict), dict(checkpoint.metadata)
     with progress(rank, shown=shows, what="saving") as show:
         options = SaveOptions(progress=show, overwrite=overwrite)
-        if to == "fastload":
+        if to in ("fastload", "hf"):
             done = fastload.save(parts.state(), dst, metadata=metadata, options=options).to_dict()
         else:
             write = write_torch_file if to == "torch" else write_dcp_folder
             done = write(parts, dst, overwrite=overwrite, timeout_s=options.timeout_s)
-    companions = _companions(src) if rank == 0 else []
-    copied = _copy(src, dst, companions) if to != "torch" else []
+    source = config_from or src
+    companions = _companions(source) if rank == 0 else []
+    edit = partial(_edit_config, dtype=dtype, dequantized=dequantize)
+    copied = _copy(source, dst, companions, edit) if to != "torch" else []
     if rank == 0 and as_json:
         print_json({**done, "copied": copied})
     elif rank == 0:
@@ -145,11 +178,52 @@ def load_parts(checkpoint: Checkpoint, *, strict: bool = True) -> Parts:
         unsharded = {saved.stored for saved in found if saved.is_exact or saved.is_text}
         wanted = {saved.stored for saved in found}
         entries = [entry for entry in entries if entry.name in wanted]
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = dist.init_device_mesh("cpu", (num_ranks,)) if num_ranks > 1 else None
+    mesh = _mesh()
     tensors = {entry.name: _empty(entry, None if entry.name in unsharded else mesh) for entry in entries}
     checkpoint.read({name: local_parts(tensor) for name, tensor in tensors.items()})
     return Parts(structure, entries, tensors)
+
+
+def load_weights(
+    checkpoint: Checkpoint, names: Sequence[str] | str, *, strip: str = "", dtype: str | None = None
+) -> Parts:
+    """Loads a part of each selected tensor into this rank's memory; all ranks of the job call it.
+
+    Args:
+        checkpoint: The open checkpoint.
+        names: Names and patterns; of tied tensors, the first selected name stays.
+        strip: Prefix to remove from the names.
+        dtype: The dtype that floating point tensors are cast to; None for none.
+
+    Raises:
+        MismatchError: A name or pattern selects nothing.
+        OptionError: Two tensors would have the same name, or there is no such dtype.
+        FastloadError: As for `fastload.load`.
+    """
+    manifest, cast = checkpoint.manifest, parse_dtype(dtype)
+    selection = RankView.of(manifest, 0, 0).select(names)
+    raise_mismatch(manifest.url, missing=selection.absent)
+    texts = (
+        {saved.stored for saved in leaves(manifest.structure) if saved.is_text} if manifest.structure else ()
+    )
+    wanted: dict[str, TensorEntry] = {}
+    for name, saved in selection.chosen.items():
+        entry, new = manifest.by_name[saved.stored], name.removeprefix(strip)
+        if entry.name in texts or entry in wanted.values():
+            continue
+        if new in wanted:
+            raise OptionError(f"--strip {strip!r}: two tensors would be called {new!r}")
+        wanted[new] = entry
+    mesh = _mesh()
+    tensors = {name: _empty(entry, mesh, cast) for name, entry in wanted.items()}
+    boxes = {entry.name: local_parts(tensors[name]) for name, entry in wanted.items()}
+    checkpoint.read(boxes, cast=True)
+    return Parts(None, list(wanted.values()), tensors)
+
+
+def _mesh() -> DeviceMesh | None:
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return dist.init_device_mesh("cpu", (num_ranks,)) if num_ranks > 1 else None
 
 
 def _structure(manifest: Manifest, *, strict: bool) -> Any:
@@ -167,9 +241,10 @@ def _structure(manifest: Manifest, *, strict: bool) -> Any:
     return view.structure
 
 
-def _empty(entry: TensorEntry, mesh: DeviceMesh | None) -> Tensor:
+def _empty(entry: TensorEntry, mesh: DeviceMesh | None, cast: torch.dtype | None = None) -> Tensor:
     """Returns memory for this rank's part; large tensors are sharded along their first long dimension."""
-    dtype, shape = torch_spec(entry)
+    stored, shape = torch_spec(entry)
+    dtype = target_dtype(stored, cast)
     if mesh is None or entry.nbytes < _MIN_SHARDED_BYTES:
         return torch.empty(shape, dtype=dtype)
     from torch.distributed import tensor
@@ -241,8 +316,26 @@ def _companions(src: str) -> list[str]:
     return [name for name in names if not name.endswith(_WEIGHTS) and name[0] != "." and name not in own]
 
 
-def _copy(src: str, dst: str, names: list[str]) -> list[str]:
-    """Copies small files of a directory next to a checkpoint; returns the names of the copied ones."""
+def _edit_config(config: dict[str, Any], *, dtype: str | None, dequantized: bool) -> dict[str, Any]:
+    """Returns the configuration of a model after its weights have been cast or dequantised."""
+    if dequantized:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if dtype is not None:
+        config = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+    return config
+
+
+def _copy(
+    src: str, dst: str, names: list[str], edit: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[str]:
+    """Copies small files of a directory next to a checkpoint; returns the names of the copied ones.
+
+    Args:
+        src: The directory.
+        dst: The checkpoint.
+        names: The files.
+        edit: Returns the new content of ``config.json``; the same for none.
+    """
     options, place, copied = LoadOptions(), locate(dst), []
     with closing(_open(src)) as storage:
         for name in names:
@@ -250,6 +343,10 @@ def _copy(src: str, dst: str, names: list[str]) -> list[str]:
             if stat is not None and stat.nbytes <= _MAX_COPIED_BYTES:
                 content = bytearray(stat.nbytes)
                 storage.read_into(name, 0, [memoryview(content)], stat.version)
+                if name == CONFIG_NAME:
+                    config = parse_json(bytes(content), url_of(storage, name))
+                    if (edited := edit(config)) != config:
+                        content = bytearray(json.dumps(edited, indent=2).encode())
                 put_next_to(place, name, bytes(content), timeout_s=options.timeout_s, retries=options.retries)
                 copied.append(name)
     return copied

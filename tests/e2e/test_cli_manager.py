@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import fsspec
 import pytest
+import safetensors.torch
 import torch
 from click.testing import CliRunner, Result
 
@@ -167,6 +169,53 @@ def test_convert_copies_what_stands_next_to_the_weights(tmp_path: Path, to: str)
         away = f"memory://{tmp_path}/away"
         assert run_here("convert", str(hub), away).exit_code == 0
         assert fsspec.filesystem("memory").cat_file(f"{tmp_path}/away/vocab.txt") == kept["vocab.txt"]
+
+
+def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fastload.save({"model": model, "optimizer": optimizer, "step": 3}, tmp_path / "training")
+    config.save_pretrained(tmp_path / "config")
+    arguments = ("convert", str(tmp_path / "training"))
+    chosen = ("--names", "model.*", "--strip", "model.", "--dtype", "bfloat16")
+    options = ("--to", "hf", *chosen, "--config-from", str(tmp_path / "config"))
+    alone = run_here(*arguments, str(tmp_path / "alone"), *options)
+    assert alone.exit_code == 0, alone.stderr
+    assert "copied, too: config.json" in alone.stdout
+    together = run(*arguments, str(tmp_path / "together"), *options, ranks=3)
+    assert together.returncode == 0, together.stderr
+    for file in (tmp_path / "alone").iterdir():
+        assert (tmp_path / "together" / file.name).read_bytes() == file.read_bytes()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", dtype="auto")
+    assert_same_bits(exported.state_dict(), model.bfloat16().state_dict())
+    for wrong, message in (
+        (("--to", "torch", *chosen), "need --to hf"),
+        (("--to", "hf", "--names", "modle.*"), "missing in the checkpoint: modle.*"),
+        (("--to", "hf", "--dtype", "bfloat61"), "'bfloat61': must be a torch.dtype"),
+    ):
+        refused = run_here(*arguments, str(tmp_path / "never"), *wrong)
+        assert refused.exit_code != 0
+        assert message in refused.stderr
+    assert not (tmp_path / "never").exists()
+
+
+def test_convert_dequantises(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    weight, scale = torch.randn(6, 4).to(torch.float8_e4m3fn), torch.tensor([[0.3]])
+    safetensors.torch.save_file({"a.weight": weight, "a.weight_scale_inv": scale}, old / "model.safetensors")
+    config = {"model_type": "llama", "dtype": "float32"}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (old / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    options = ("--to", "hf", "--dequantize", "--dtype", "bfloat16")
+    done = run_here("convert", str(old), str(new), *options)
+    assert done.exit_code == 0, done.stderr
+    assert_same_bits(fastload.load(new), {"a.weight": (weight.float() * 0.3).bfloat16()})
+    assert json.loads((new / "config.json").read_text()) == {**config, "dtype": "bfloat16"}
 
 
 def test_convert_what_only_ends_as_a_file_of_torch(tmp_path: Path) -> None:
