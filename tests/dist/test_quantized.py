@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from collections.abc import Callable
@@ -262,8 +263,8 @@ def test_shards_need_the_scales_of_their_blocks_each_read_once(rank: int, world:
     torch.manual_seed(0)
     many = {}
     for kind in ("fp8 of DeepSeek", "nvfp4 of ModelOpt", "mxfp4 of gpt-oss"):
-        if "ModelOpt" in kind:
-            pytest.importorskip("compressed_tensors")
+        if "ModelOpt" in kind and importlib.util.find_spec("compressed_tensors") is None:
+            continue
         made = KINDS.get(kind, deepseek)(torch.bfloat16)
         folder = tmp_path / kind.replace(" ", "-")
         if rank == 0:
