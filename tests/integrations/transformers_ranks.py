@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -55,6 +56,41 @@ def experts() -> Any:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def loads_adapters(rank: int, world: int, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
+    torch.manual_seed(0)
+    base, saved = llama(), {}
+    for name, has_magnitudes in (("one", False), ("two", True)):
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=has_magnitudes)
+        made = get_peft_model(llama(), config)
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter)
+        saved[name] = get_peft_model_state_dict(made)
+        if rank == 0:
+            made.save_pretrained(tmp_path / name)
+    dist.barrier()
+    configs = {name: PeftConfig.from_pretrained(tmp_path / name) for name in saved}
+    adapted = PeftModel(base, configs["one"], adapter_name="one")
+    adapted.add_adapter("two", configs["two"])
+    for is_sharded in (False, True):
+        if is_sharded:
+            fully_shard(adapted)
+        for name, expected in saved.items():
+            into = get_peft_model_state_dict(adapted, adapter_name=name)
+            for tensor in into.values():
+                local(tensor).detach().zero_()
+            reports: list[fastload.LoadReport] = []
+            options = fastload.LoadOptions(strategy="allgather", on_report=reports.append)
+            fastload.load(tmp_path / name, into=into, options=options)
+            assert reports[0].bytes_read == reports[0].bytes_wanted
+            found = get_peft_model_state_dict(adapted, adapter_name=name)
+            assert found.keys() == expected.keys()
+            for key, tensor in found.items():
+                complete = tensor.full_tensor() if is_sharded else tensor
+                assert torch.equal(complete, expected[key]), key
 
 
 def assert_same_models(one: Any, other: Any) -> None:
