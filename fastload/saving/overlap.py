@@ -195,6 +195,8 @@ class OverlappedSnapshot(Snapshot):
             self._pieces.clear()
             self._changed.notify_all()
         self._ended.wait()
+        with self._changed:
+            self._watched = None  # the handle of a failed save may be kept
         state_copies.discard(self)
 
 

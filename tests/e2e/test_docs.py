@@ -34,7 +34,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert [name for name in fastload.__all__ if f'id="fastload.{name}"' not in reference] == sorted(modules)
     assert [name for name in world.__all__ if f'id="fastload.world.{name}"' not in reference] == []
     listed = set(re.findall(r'id="fastload\.SaveHandle\.(\w+)"', reference))
-    assert listed == {"done", "failed", "report", "wait"}
+    assert listed == {"done", "failed", "report", "wait", "wait_snapshot"}
 
 
 @pytest.mark.parametrize("name", ["README.md", "launch/README.md", "CHANGELOG.md"])
