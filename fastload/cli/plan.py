@@ -36,7 +36,7 @@ _HEADS = (
 _SHORT_S = 0.25  # time to open a checkpoint with few ranks
 
 
-@click.command(short_help="Predict a load on any cluster: who reads what, and how long it takes.")
+@click.command(short_help="Predict the time of a load on any cluster.")
 @click.argument("path", required=False)
 @click.option("--size", type=SIZE, help="Size of a checkpoint, such as 13.8TB or 512GiB, instead of PATH.")
 @click.option("--hosts", required=True, type=COUNT, help="Hosts.")

@@ -141,7 +141,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "open":
         before(LocalStorage, "stat")
     elif stage == "headers":
-        before(access, "read_manifest")
+        before(access._Opening, "_read_early")
     elif stage == "compare":
         monkeypatch.setattr(access, "_files_seen", lambda storage: "")  # else there is nothing to compare
         before(access, "_difference")
@@ -156,7 +156,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "rest":
         before(load, "_open_rest")
     elif stage == "connect":
-        before(Pipeline, "run")
+        before(Pipeline, "steps")
     elif stage == "read":
         before(ChunkReader, "_read")
     elif stage == "exchange":

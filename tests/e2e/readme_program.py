@@ -7,7 +7,9 @@ names that it needs and checks what it has done.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,12 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fastload
-from tests.pages import python_blocks
+from tests.pages import ROOT, python_blocks
 
 # What is written → what can be here; FOLDER holds the checkpoints of this test.
 REPLACED = {
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "assert 'LOCAL_RANK' in os.environ",
     '"/checkpoints/': '"FOLDER/',
+    '"checkpoints/': '"FOLDER/',
+    '"layers.0.weight"': '"a.weight"',
     '"s3://bucket/': '"FOLDER/',
     '"runs/7"': '"FOLDER/runs/7"',
     '"*norm*"': '"*LayerNorm*"',  # as this model calls them
@@ -95,6 +100,55 @@ class Readme:
         names["build_model"] = self.new_model
         run()
         self.check(names["model"])
+
+    def loads_all_or_nothing(self, names: Names, run: Callable[[], None]) -> None:
+        names |= {"path": self.folder / "llama", "model": self.new_model()}
+        run()
+        self.check(names["model"])
+
+    def dequantizes(self, names: Names, run: Callable[[], None]) -> None:
+        folder = self.folder / "DeepSeek-V3"
+        weight = torch.arange(-128.0, 128.0).expand(8, 256).to(torch.float8_e4m3fn)
+        if dist.get_rank() == 0:
+            scale = torch.tensor([[0.5, 2.0]])
+            config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(config))
+            save_file({"weight": weight, "weight_scale_inv": scale}, folder / "model.safetensors")
+        dist.barrier()
+        names["model"] = torch.nn.Linear(256, 8, bias=False, dtype=torch.bfloat16)
+        run()
+        scales = torch.tensor([0.5, 2.0]).repeat_interleave(128)
+        assert torch.equal(names["model"].weight, (weight.float() * scales).bfloat16())
+
+    def loads_deepspeed(self, names: Names, run: Callable[[], None]) -> None:
+        if dist.get_rank() == 0:
+            shutil.copytree(ROOT / "tests/data/deepspeed/zero1", self.folder / "global_step1000")
+        dist.barrier()
+        names["model"] = torch.nn.ModuleDict({"a": torch.nn.Linear(7, 13)})
+        run()
+        assert torch.equal(names["model"]["a"].weight, names["state"]["module"]["a.weight"])
+
+    def saves_under_the_next_step(self, names: Names, run: Callable[[], None]) -> None:
+        self.prepare_training(names)
+        before = names["model"].weight.detach().clone()
+
+        def train_step(batch: torch.Tensor) -> torch.Tensor:
+            loss = names["model"](batch).sum()
+            loss.backward()
+            names["optimizer"].step()
+            return loss
+
+        names |= {"batch": torch.ones(4), "train_step": train_step}
+        names["state"] = {"model": names["model"], "optimizer": names["optimizer"]}
+        shutil.rmtree(self.folder / "step_500", ignore_errors=True)
+        dist.barrier()
+        run()
+        names["handle"].wait()
+        assert torch.equal(fastload.load(self.folder / "step_500")["model"]["weight"], before)
+        dist.barrier()
+        shutil.rmtree(self.folder / "step_500", ignore_errors=True)
+        dist.barrier()
 
     def moves(self, names: Names, run: Callable[[], None]) -> None:
         """The last rank has the trained model, the others get it."""
@@ -262,12 +316,16 @@ CASES: dict[str, str] = {
     "Loading 1": "loads",
     "More control 1": "opens",
     "Load in the background 1": "reads_ahead",
+    "All or nothing 1": "loads_all_or_nothing",
     "Tensors of other ranks 1": "moves",
+    "Quantised weights 1": "dequantizes",
     "DDP, FSDP and tensor parallelism 1": "wraps",
     "DDP, FSDP and tensor parallelism 2": "builds_on_meta",
     "DDP, FSDP and tensor parallelism 3": "shards",
     "DDP, FSDP and tensor parallelism 4": "cuts",
+    "Checkpoints of DeepSpeed and FSDP1 1": "loads_deepspeed",
     "Saving 1": "saves_and_waits",
+    "Copy the state under the next step 1": "saves_under_the_next_step",
     "Sharded states 1": "saves_shards",
     "Training: stop and resume 1": "trains_briefly",
     "What differs between ranks 1": "keeps_what_differs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def run(command: str) -> list[str]:
     """Runs a line in this process, of torchrun's only the program; returns the lines that it prints."""
-    arguments = re.sub(r"^(torchrun .*-m )?fastload ", "", command).split()
+    arguments = shlex.split(re.sub(r"^(torchrun .*-m )?fastload ", "", command))
     done = CliRunner().invoke(main, arguments)
     may_fail = "doctor" in arguments  # it says what is the matter with this machine
     assert done.exit_code in (0, may_fail), f"{command}: {done.output}"
@@ -41,17 +42,22 @@ def test_what_commands_print_is_shown(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     state = {"weight": torch.ones(3)}
-    fastload.save(state, tmp_path / "llama")
+    (tmp_path / "llama").mkdir()  # as other programs save it, without checksums
+    safetensors.torch.save_file(state, tmp_path / "llama" / "model.safetensors")
     fastload.save(state, tmp_path / "step_100")
     for step in (1000, 2000):
         fastload.save(state, tmp_path / "runs" / "7" / f"step_{step:08d}")
     torch.save(state, tmp_path / "old.pt")
+    fastload.save({"model": state}, tmp_path / "trained")
+    (tmp_path / "llama-base").mkdir()
+    (tmp_path / "llama-base" / "config.json").write_text("{}")
     shown = [command for command, out in commands() if not out]
     lines = [line for line in shown if re.match(r"(torchrun .* -m )?fastload ", line)]
-    assert len(lines) == 10
+    assert len(lines) == 12
     here = {
         "--device cuda": "--device cpu",
         "/checkpoints/": f"{tmp_path}/",
+        "runs/7/step_1000 llama/": "trained exported",
         "s3://bucket/run/step_1000 /local/": f"{tmp_path}/step_100 {tmp_path}/local/",
     }
     for line in lines:

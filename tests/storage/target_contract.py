@@ -185,7 +185,7 @@ class TargetContract:
         for target in reversed(targets):
             target.abort()
             target.abort()
-            with pytest.raises(StorageError, match="given up"):
+            with pytest.raises(StorageError, match="aborted"):
                 target.flush()
             target.close()
         assert self.read(url) == {}

@@ -29,7 +29,12 @@ def manifest_of(tensor_bytes: list[list[int]], block_bytes: int) -> Manifest:
             offset += nbytes
         files.append(FileEntry(f"m{number}.safetensors", offset, "v1", "", checksums))
     return Manifest(
-        "url", tuple(files), tuple(tensors), block_bytes=block_bytes, record_digest="d" * bool(block_bytes)
+        "url",
+        tuple(files),
+        tuple(tensors),
+        block_bytes=block_bytes,
+        record_digest="d" * bool(block_bytes),
+        format="fastload" if block_bytes else "safetensors",
     )
 
 
@@ -111,6 +116,7 @@ def test_the_identity_is_that_of_the_bytes() -> None:
             manifest.tensors,
             block_bytes=manifest.block_bytes,
             record_digest=manifest.record_digest,
+            format=manifest.format,
         )
 
     plain, saved, others = manifest_of([[5, 9]], 0), manifest_of([[5, 9]], 7), others_of([3])
