@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fastload.training.manager import CheckpointManager
     from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
+    from fastload.training.watch import Version, Watch, watch
 
 __all__ = [
     "Box",
@@ -92,6 +93,8 @@ __all__ = [
     "TensorEntry",
     "UnsupportedVersion",
     "VerifyReport",
+    "Version",
+    "Watch",
     "WorldError",
     "WritableStorage",
     "async_save",
@@ -107,6 +110,7 @@ __all__ = [
     "seal",
     "stage",
     "verify",
+    "watch",
     "worker_context",
     "world",
 ]
@@ -116,8 +120,11 @@ __all__ = [
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.handle",
+    "Version": "fastload.training.watch",
+    "Watch": "fastload.training.watch",
     "random_state": "fastload.training.random_state",
     "redistribute": "fastload.resharding",
+    "watch": "fastload.training.watch",
     "worker_context": "fastload.training.signals",
 }
 

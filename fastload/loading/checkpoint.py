@@ -103,6 +103,11 @@ class Checkpoint:
             self._session.await_prefetch()
             self._session.opened.world.acknowledge()
 
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether no read of what this rank prefetches is under way."""
+        return self._session.is_prefetched
+
     def load(
         self,
         *,

@@ -167,6 +167,11 @@ class Session:
             else:
                 self._held = held[0], prefetch.holders()
 
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether no read of what this rank prefetches is under way."""
+        return self._prefetch is None or self._prefetch.is_done
+
     def _end_prefetch(self) -> None:
         pending, self._prefetch = self._prefetch, None
         if pending is not None:

@@ -49,6 +49,11 @@ class BackgroundReads:
                 self._parts.append((each, rest[: each.nbytes]))
                 rest = rest[each.nbytes :]
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no read is under way."""
+        return all(read.done() for read in self._reads)
+
     def wait(self, world: World) -> HeldBytes:
         """Waits for all reads.
 
