@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -109,16 +109,29 @@ def watch(
         "storage_options": storage_options,
         "options": chosen,
     }
-    return Watch(
-        catalog,
-        history,
-        arguments,
-        after=after,
-        newest_only=newest_only,
-        poll_s=float(poll_s),
-        timeout_s=timeout_s,
-        is_first=world.rank == 0,
-    )
+    terms = WatchTerms(after, newest_only, poll_s, timeout_s, arguments)
+    return Watch(catalog, history, terms, is_first=world.rank == 0)
+
+
+@dataclass(frozen=True)
+class WatchTerms:
+    """The arguments of `watch`, checked.
+
+    Attributes:
+        arguments: Those of `fastload.prefetch`.
+    """
+
+    after: int | None
+    newest_only: bool
+    poll_s: float
+    timeout_s: float | None
+    arguments: Mapping[str, Any]
+
+    @property
+    def options(self) -> LoadOptions:
+        """How to load."""
+        options: LoadOptions = self.arguments["options"]
+        return options
 
 
 class Version:
@@ -191,26 +204,11 @@ class Watch:
             first load, and from a load that failed while tensors changed until the next one that succeeds.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        history: History,
-        arguments: Mapping[str, Any],
-        *,
-        after: int | None,
-        newest_only: bool,
-        poll_s: float,
-        timeout_s: float | None,
-        is_first: bool,
-    ) -> None:
-        self.version: int | None = after
+    def __init__(self, catalog: Catalog, history: History, terms: WatchTerms, *, is_first: bool) -> None:
+        self.version: int | None = terms.after
         self._catalog = catalog
         self._history = history
-        self._arguments = arguments
-        self._after = after
-        self._newest_only = newest_only
-        self._poll_s = poll_s
-        self._timeout_s = timeout_s
+        self._terms = terms
         self._is_first = is_first
         self._next_listing_s = 0.0  # of `time.monotonic`
         self._last: Point | None = None  # of the versions that were given out
@@ -231,15 +229,15 @@ class Watch:
             FastloadError: As for `fastload.prefetch`.
         """
         self._release()
-        until_s = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+        until_s = math.inf if self._terms.timeout_s is None else time.monotonic() + self._terms.timeout_s
         while True:
             if self._reading is None:
                 [(is_due, is_late), *_] = self._agree(lambda: self._pause(until_s))
                 if is_late:
-                    after = self._after if self._last is None else self._last.step
+                    after = self._terms.after if self._last is None else self._last.step
                     newer = "" if after is None else f" newer than step {after}"
                     raise DeadlineExceeded(
-                        f"{self._catalog.root}: no version{newer} within {self._timeout_s} s"
+                        f"{self._catalog.root}: no version{newer} within {self._terms.timeout_s} s"
                     )
                 if is_due:
                     self._begin()
@@ -294,17 +292,15 @@ class Watch:
                 checkpoint.__exit__(kind, error, trace)
 
     def _agree(self, work: Callable[[], Any]) -> list[Any]:
-        options: LoadOptions = self._arguments["options"]
-        what = f"watching {self._catalog.root.given}"
-        return agree(self._arguments["process_group"], what, work, timeout_s=options.timeout_s)
+        group, timeout_s = self._terms.arguments["process_group"], self._terms.options.timeout_s
+        return agree(group, f"watching {self._catalog.root.given}", work, timeout_s=timeout_s)
 
     def _pause(self, until_s: float) -> tuple[bool, bool]:
         """Waits for the next listing; returns whether it is due, and whether it is too late for it.
 
         The answer of the first rank counts, since clocks differ.
         """
-        options: LoadOptions = self._arguments["options"]
-        most_s = min(_MAX_PAUSE_S, options.timeout_s / 4)
+        most_s = min(_MAX_PAUSE_S, self._terms.options.timeout_s / 4)
         end_s = min(self._next_listing_s, until_s)
         time.sleep(max(0.0, min(end_s - time.monotonic(), most_s)))
         now_s = time.monotonic()
@@ -312,7 +308,7 @@ class Watch:
 
     def _look(self) -> Listing:
         listing = self._history.look()
-        self._next_listing_s = time.monotonic() + self._poll_s
+        self._next_listing_s = time.monotonic() + self._terms.poll_s
         return listing
 
     def _begin(self) -> None:
@@ -325,7 +321,7 @@ class Watch:
         if point is None:
             return
         try:
-            checkpoint = api.prefetch(os.fspath(self._catalog.path(point.step)), **self._arguments)
+            checkpoint = api.prefetch(os.fspath(self._catalog.path(point.step)), **self._terms.arguments)
         except FastloadError as error:
             if not self._is_left_out(point, error):
                 raise
@@ -368,10 +364,10 @@ class Watch:
         Raises:
             UnsupportedVersion: This fastload cannot read what may be the newest one.
         """
-        if self._last is None and self._after is not None:
+        if self._last is None and self._terms.after is not None:
             self._last = max(
-                (point for point in listing.recorded if point.step == self._after),
-                default=Point(0, self._after),
+                (point for point in listing.recorded if point.step == self._terms.after),
+                default=Point(0, self._terms.after),
             )
         last = self._last
         self._catalog.require_supported(
@@ -382,7 +378,7 @@ class Watch:
             for point in listing.complete
             if (last is None or point > last) and point not in self._damaged
         ]
-        return (max if self._newest_only else min)(new, default=None)
+        return (max if self._terms.newest_only else min)(new, default=None)
 
     def _is_left_out(self, point: Point, error: FastloadError) -> bool:
         """Whether a version that cannot be read was deleted meanwhile, or is damaged."""

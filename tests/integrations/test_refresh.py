@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fastload
-from tests.dist.harness import ranks
-from tests.pages import run_program
+from tests.dist.harness import ranks, run_ranks
+from tests.e2e.forked import Forked
+from tests.pages import ROOT, page, run_program
 
 MIB = 1 << 20
 NUM_REFRESHES = 30
@@ -92,8 +93,22 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return {"0.weight": (2048, 1024), "0.bias": (2048,), "1.weight": (1024, 2048), "1.bias": (1024,)}
 
 
-@ranks(2)
-def test_the_recipe(rank: int, world: int, tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def serves(rank: int, world: int, folder: Path) -> None:
+    os.chdir(folder)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
     run_program("docs/recipes/refresh.md")
+
+
+def test_the_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train, *_ = re.findall(r"^```python\n(.*?)^```$", page("docs/recipes/refresh.md"), re.M | re.S)
+    (tmp_path / "train.py").write_text(train)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    trainer = Forked(["train.py"], cwd=tmp_path, env=env, out=tmp_path / "out", err=tmp_path / "err")
+    try:
+        run_ranks(serves, 2, folder=tmp_path)
+    finally:
+        ended = trainer.end(30)
+    assert ended.returncode == 0, ended.stderr
+    served = re.findall(r"rank (\d) serves step (\d)", capfd.readouterr().out)
+    assert {("0", "5"), ("1", "5")} <= set(served)
+    assert [step for rank, step in served if rank == "0"] == [step for rank, step in served if rank == "1"]
