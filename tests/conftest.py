@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import string
@@ -19,6 +20,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 # torch asks for the name of each peer it connects to: where an answer is lost, that is 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Workers share the cores: threads of torch that wait for each other would spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
 settings.load_profile("fastload")
@@ -37,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the modules and tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
