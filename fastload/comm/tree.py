@@ -631,10 +631,10 @@ class TreeRendezvous(StoreRendezvous):
         if links is not None and links.are_intact():
             self._links = links
             return
-        if links is not None:
+        # Without a tree, calls in the background would wait for the store here; they find out when they meet. In
+        # the first call, most ranks find out while they look for their parent.
+        if links is not None or (self._id == CallId(1, 1) and self._parent is None):
             self._state.replace(None)
-        # In the first call, most ranks find out while they look for their parent.
-        if self._id != CallId(1, 1) or self._parent is None:
             self._follow(_JOINING)
         if self._id.number == 1 and self._children and self._may_connect():
             with suppress(OSError):  # those below connect while this rank is busy with its part
