@@ -631,8 +631,8 @@ class TreeRendezvous(StoreRendezvous):
         if links is not None and links.are_intact():
             self._links = links
             return
-        # Without a tree, calls in the background would wait for the store here; they find out when they meet. In
-        # the first call, most ranks find out while they look for their parent.
+        # Calls in the background, which make no tree, would wait for the store here: they find out when they
+        # meet. In the first call, most ranks find out while they look for their parent.
         if links is not None or (self._id == CallId(1, 1) and self._parent is None):
             self._state.replace(None)
             self._follow(_JOINING)

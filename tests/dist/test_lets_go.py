@@ -6,7 +6,6 @@ Without the garbage collector, so that a cycle of an error and what it failed wi
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
