@@ -39,16 +39,19 @@ def trains(rank: int, world: int, folder: Path, is_stopped: bool) -> None:
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     step = torch.optim.lr_scheduler.CosineAnnealingLR.step
+    is_told = threading.Event()
 
     def slow_step(self: torch.optim.lr_scheduler.CosineAnnealingLR, epoch: int | None = None) -> None:
-        if "checkpoints" in os.listdir():
-            time.sleep(0.05)  # else it may end before the signal has come
+        if self.last_epoch >= 30:  # else it may end before the signal has come
+            assert rank or is_told.wait(60)
+            time.sleep(0.1)
         step(self, epoch)
 
     def stop() -> None:
         while not (folder / "checkpoints").is_dir():
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
+        is_told.set()
 
     if is_stopped:
         torch.optim.lr_scheduler.CosineAnnealingLR.step = slow_step  # type: ignore[method-assign]
