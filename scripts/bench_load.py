@@ -26,7 +26,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from bench_parts import agree as agreements
-from bench_parts import baselines, cold, fresh, fsdp, small
+from bench_parts import baselines, cold, fresh, fsdp, quantised_weights, small
 from bench_parts.job import (
     GIB,
     MIB,
@@ -271,51 +270,20 @@ def plan(repeats: int, json_path: str | None) -> None:
 
 
 @main.command()
-@click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the checkpoint.")
+@click.option("--size", type=Bytes(), default="512MiB", show_default=True, help="Of the quantised weights.")
 @click.option("--repeats", default=7, show_default=True, help="Runs of each arm.")
-@click.option("--folder", default=None, help="Where to put the checkpoint: a folder on the disk to measure.")
+@click.option("--folder", default=None, help="Where to put the checkpoints: a folder on the disk to measure.")
 @json_option
 def quantised(size: int, repeats: int, folder: str | None, json_path: str | None) -> None:
-    """Load FP8 weights in blocks as they are, and dequantise them to bfloat16; one process, into tensors."""
-    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as made:
-        stored = {}
-        for number in range(max(1, size // (16 << 20))):
-            weight = torch.randn(4096, 4096).to(torch.float8_e4m3fn)
-            stored |= {f"{number}.weight": weight, f"{number}.weight_scale_inv": torch.rand(32, 32)}
-        safetensors.torch.save_file(stored, Path(made, "model.safetensors"))
-        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-        Path(made, "config.json").write_text(json.dumps(config))
-        weights = {
-            name: torch.zeros(each.shape, dtype=torch.bfloat16)
-            for name, each in stored.items()
-            if name.endswith(".weight")
-        }
-        rows = []
-        for storage, io in (("page cache", "buffered"), ("disk", "direct")):
-            options = LoadOptions(io=io)
-            arms = {
-                "as stored": partial(fastload.load, made, into=stored, options=options),
-                "dequantised": partial(
-                    fastload.load,
-                    made,
-                    into=weights,
-                    dtype="bfloat16",
-                    options=replace(options, dequantize=True),
-                ),
-            }
-            times: dict[str, list[float]] = {name: [] for name in arms}
-            for number in range(repeats + 1):
-                for name, arm in arms.items():
-                    began = time.perf_counter()
-                    arm()
-                    if number:  # the first one is warming up
-                        times[name].append(time.perf_counter() - began)
-            rows.append({"storage": storage, **{name: sorted(of) for name, of in times.items()}})
-    table = Table("storage", "as stored, s", "dequantised, s", "ratio", title=f"{size / MIB:.0f} MiB of FP8")
-    for row in rows:
-        plain, dequantised = (row[name][repeats // 2] for name in ("as stored", "dequantised"))
-        table.add_row(row["storage"], f"{plain:.2f}", f"{dequantised:.2f}", f"{dequantised / plain:.2f}")
-    print_table(table)
+    """Dequantise weights to bfloat16 while loading, next to plain loads; one process, into tensors.
+
+    Plain loads are of the same files, as stored, and of a checkpoint of the result.
+    """
+    rows = []
+    for kind, make in quantised_weights.KINDS.items():
+        with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as made:
+            rows += quantised_weights.measure(kind, make, Path(made), size, repeats)
+    quantised_weights.print_rows(rows, f"{size / MIB:.0f} MiB of quantised weights, one process")
     write_json(json_path, rows)
 
 

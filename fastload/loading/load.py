@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import zlib
 from collections import Counter
@@ -428,6 +429,11 @@ class Opened:
         """Number of ranks on this rank's host."""
         return self.access.hosts.count(self.access.hosts[self.world.rank])
 
+    @property
+    def cores(self) -> int:
+        """This rank's share of its host's cores, at least 1."""
+        return max(1, (os.cpu_count() or 1) // self.ranks_on_host)
+
 
 class Request(Protocol):
     """A request of one rank, made by one of the methods of `Checkpoint`.
@@ -553,10 +559,13 @@ class Job:
         """Runs the rounds of a load that is no stream; see `Pipeline.steps` for errors."""
         assert isinstance(self.writer, TensorWriter)
         before: Sequence[tuple[int, int]] = ()
-        for in_place in self.pipeline.steps():
-            self.writer.count(before)  # from here on, no message of that round is sent from its memory
-            before = in_place
-        self.writer.count(before)
+        try:
+            for in_place in self.pipeline.steps():
+                self.writer.count(before)  # from here on, no message of that round is sent from its memory
+                before = in_place
+            self.writer.count(before)
+        finally:
+            self.writer.close()
 
     def close(self) -> None:
         """Ends its threads; a read without an answer from storage ends later."""
@@ -724,7 +733,7 @@ def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
         guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
         held=access.held,
     )
-    writer = own.matched.stream_buffer or TensorWriter(own.matched.destinations)
+    writer = own.matched.stream_buffer or TensorWriter(own.matched.destinations, opened.cores)
     pipeline = open_pipeline(
         opened.world,
         plan,

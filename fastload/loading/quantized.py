@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -39,10 +40,9 @@ _SCALES = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale"
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
-_CHUNK_ELEMENTS = 1 << 19  # on CPUs: few calls, yet in the cache
+_CHUNK_ELEMENTS = 1 << 17  # on CPUs: few calls, yet in the cache
+_SERIAL_ELEMENTS = (1 << 15) - 1  # the most that torch does in one thread: its own wait for each other
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
-_FAST_DIVISOR = 256  # the bits of an FP8 number are those of a float16 of 1/256 the value
-_MAX_FAST_SCALE = 2.0**100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,11 +335,10 @@ class Dequantizer:
         self._left_bytes = sum(part.memory.nbytes for part in self.parts)
         self._is_done = False
 
-    def count(self, nbytes: int) -> None:
-        """Notes bytes that have arrived; dequantises the box after the last one."""
+    def count(self, nbytes: int) -> bool:
+        """Notes bytes that have arrived; returns whether they were the last ones."""
         self._left_bytes -= nbytes
-        if not self._left_bytes:
-            self.finish()
+        return not self._left_bytes
 
     def finish(self) -> None:
         """Dequantises the box, unless it is done."""
@@ -353,13 +352,9 @@ class Dequantizer:
             scales = self._scales()
             for index in product(*map(range, self._tensor.shape[:-2])):
                 target, values = self._tensor[index], self.parts[0].memory[index].flatten(1)
-                of_slice = scales[index] if scales.dim() > 2 else scales
-                if self._weight.is_transposed:
-                    rows = allocate(target.t().shape, target.dtype, target.device)
-                    self._dequantize(values, of_slice, rows)
-                    target.copy_(rows.t())
-                else:
-                    self._dequantize(values, of_slice, target)
+                if self._weight.is_transposed:  # columns are written, over any element of the slice
+                    target, values = target.t(), values.clone()
+                self._dequantize(values, scales[index] if scales.dim() > 2 else scales, target)
 
     def _scales(self) -> Tensor:
         """Returns the scales of the blocks in the dtype of the arithmetic, by row and column of the block."""
@@ -381,70 +376,94 @@ class Dequantizer:
         (rows_of_block, columns_of_block), (num_rows, num_columns) = self._weight.block, target.shape
         needed = slice(self._skipped, self._skipped + num_columns)
         is_packed = self._weight.is_packed
-        chunk_elements = _CHUNK_ELEMENTS if target.is_cpu else _DEVICE_CHUNK_ELEMENTS
-        step, end = min(num_rows, max(1, chunk_elements // max(1, num_columns))), 0
-        decoder = _ElementDecoder(values[:step], scales, self._weight)
-        scales = scales * decoder.divisor
+        step, end = _rows_at_once(target), 0
+        decoder = _ElementDecoder(values, step, self._weight)
+
+        def spread(scale: Tensor) -> Tensor:
+            if is_packed or scale.shape[1] == 1:
+                return scale
+            return scale.repeat_interleave(columns_of_block, 1)[:, needed]
+
+        scale, last_block = scales, -1
         while end < num_rows:
             begin, end = end, min(num_rows, end + step)
             if rows_of_block > 1:
                 block = (self._row + begin) // rows_of_block
                 end = min(end, (block + 1) * rows_of_block - self._row)
-                scale = scales[block - self._row // rows_of_block].unsqueeze(0)
+                if block != last_block:
+                    scale, last_block = spread(scales[[block - self._row // rows_of_block]]), block
             else:
-                scale = scales[begin:end]
-            rows = decoder.decode(values[begin:end])
+                scale = spread(scales[begin:end])
+            rows = decoder.decode(begin, end)
             if is_packed:
                 rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))
                 rows = rows[:, needed]
             else:
-                if scale.shape[1] > 1:
-                    scale = scale.repeat_interleave(columns_of_block, 1)[:, needed]
                 rows.mul_(scale)
-            target[begin:end].copy_(rows if self._dtype is None else rows.to(self._dtype))
+            rows = rows if self._dtype is None else rows.to(self._dtype)
+            target[begin:end].copy_(rows.to(target.dtype) if self._weight.is_transposed else rows)
+
+
+def _rows_at_once(target: Tensor) -> int:
+    """Returns the rows of a chunk, at least 1."""
+    num_rows, num_columns = target.shape
+    if target.is_cpu:
+        elements = _CHUNK_ELEMENTS if torch.get_num_threads() == 1 else _SERIAL_ELEMENTS
+    else:
+        elements = _DEVICE_CHUNK_ELEMENTS
+    return max(1, min(num_rows, elements // max(1, num_columns)))
 
 
 class _ElementDecoder:
-    """Decodes FP8 and packed FP4 to float32, reusing its memory.
+    """Decodes FP8 and packed FP4 to float32 by table, one or two bytes at once, reusing its memory.
 
     Args:
-        values: The longest chunk.
-        scales: What the elements are multiplied by.
+        values: All rows; contiguous.
+        step: The most rows that are decoded at once.
         weight: The weight.
-
-    Attributes:
-        divisor: What elements are divided by.
     """
 
-    def __init__(self, values: Tensor, scales: Tensor, weight: QuantizedWeight) -> None:
-        (num_rows, num_columns), device, is_packed = values.shape, values.device, weight.is_packed
-        self._pairs = _pairs(device, 2.0 if weight.factor is None else 1.0) if is_packed else None
-        self._codes = allocate(values.shape, torch.int32 if is_packed else torch.int16, device)
-        self._rows = allocate((num_rows, num_columns * (1 + is_packed)), torch.float32, device)
-        is_e4m3 = device.type == "cpu" and values.dtype == torch.float8_e4m3fn
-        self._is_fast = is_e4m3 and bool(scales.abs().max() < _MAX_FAST_SCALE)
-        self.divisor = _FAST_DIVISOR if self._is_fast else 1
+    def __init__(self, values: Tensor, step: int, weight: QuantizedWeight) -> None:
+        (_, num_columns), device, is_packed = values.shape, values.device, weight.is_packed
+        self._values, self._table = values, None
+        self._rows = allocate((step, num_columns * (1 + is_packed)), torch.float32, device)
+        if device.type != "cpu" and not is_packed:
+            return
+        width = 1
+        if is_packed:
+            self._table = _fp4_table(device, 2.0 if weight.factor is None else 1.0)
+        elif num_columns % 2 or values.storage_offset() % 2:
+            self._table = _fp8_table(values.dtype, 1)
+        else:
+            self._table, width = _fp8_table(values.dtype, 2), 2
+        self._values = values.view(torch.uint8 if width == 1 else torch.uint16)
+        self._codes = allocate((step, num_columns // width), torch.int32, device)
 
-    def decode(self, values: Tensor) -> Tensor:
-        """Returns the elements of a chunk; they are overwritten by the next call."""
-        rows, codes = self._rows[: len(values)], self._codes[: len(values)]
-        if self._pairs is not None:
-            codes.copy_(values)
-            torch.index_select(self._pairs, 0, codes.view(-1), out=rows.view(torch.int64).view(-1))
-        elif not self._is_fast:
-            rows.copy_(values)
-        elif values.view(torch.int8).max() == 0x7F or values.view(torch.uint8).max() == 0xFF:  # NaN
-            rows.copy_(values).div_(self.divisor)
-        else:  # several times as fast as torch's conversion
-            codes.copy_(values.view(torch.int8)).mul_(128).bitwise_and_(-0x4080)
-            rows.copy_(codes.view(torch.float16))
+    def decode(self, begin: int, end: int) -> Tensor:
+        """Returns the elements of rows; they are overwritten by the next call."""
+        values, rows = self._values[begin:end], self._rows[: end - begin]
+        if self._table is None:
+            return rows.copy_(values)
+        codes = self._codes[: end - begin].copy_(values)
+        torch.index_select(self._table, 0, codes.view(-1), out=rows.view(self._table.dtype).view(-1))
         return rows
 
 
-def _pairs(device: torch.device, factor: float) -> Tensor:
+@cache
+def _fp8_table(dtype: torch.dtype, num_codes: int) -> Tensor:
+    """Returns the float32 elements of one byte, or those of two in one int64; the first byte is the lower."""
+    every = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
+    return every if num_codes == 1 else _pairs(every)
+
+
+def _fp4_table(device: torch.device, factor: float) -> Tensor:
     """Returns, for each byte of two 4-bit elements, both as float32, in one int64; the lower bits first."""
-    every = torch.tensor(_FP4, dtype=torch.float32, device=device) * factor
-    return torch.stack([every.repeat(16), every.repeat_interleave(16)], 1).view(torch.int64).flatten()
+    return _pairs(torch.tensor(_FP4, dtype=torch.float32, device=device) * factor)
+
+
+def _pairs(every: Tensor) -> Tensor:
+    first, second = every.repeat(len(every)), every.repeat_interleave(len(every))
+    return torch.stack([first, second], 1).view(torch.int64).flatten()
 
 
 def _part(entry: TensorEntry, box: Box, memory: Tensor | None, device: torch.device) -> PackedPart:

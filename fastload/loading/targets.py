@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
 from ctypes import memmove
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from fastload.base.devices import accelerators_of, copy_async, parse_device, synchronize, with_index
 from fastload.base.memory import allocate, byte_view, round_up, runs
+from fastload.base.threads import Workers
 from fastload.errors import ManifestError, MismatchError, OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
@@ -153,9 +156,10 @@ class TensorWriter:
 
     Args:
         destinations: Everything that the rank wants, in order.
+        num_threads: Weights dequantised at once, while the next bytes arrive.
     """
 
-    def __init__(self, destinations: Sequence[Destination]) -> None:
+    def __init__(self, destinations: Sequence[Destination], num_threads: int = 1) -> None:
         # Detached tensors keep their memory alive, whatever the caller does meanwhile.
         self._destinations = [replace(d, tensor=d.tensor.detach()) for d in destinations if d.nbytes]
         self._wanted = Space(
@@ -167,6 +171,8 @@ class TensorWriter:
         self._devices = accelerators_of(d.tensor for d in self._destinations)
         # Between devices, chunks that could not be read are placed, too, before they are read again.
         self._counts = not self._devices and any(d.dequantizer is not None for d in self._destinations)
+        self._workers = Workers(num_threads, "fastload-dequantize")
+        self._begun: list[Future[None]] = []
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a byte range, in flat uint8 pieces.
@@ -202,7 +208,7 @@ class TensorWriter:
         self.count([(start, data.numel())])
 
     def count(self, in_place: Sequence[tuple[int, int]]) -> None:
-        """Dequantises the weights that are complete now.
+        """Begins to dequantise the weights that are complete now.
 
         Args:
             in_place: (start, length) of byte ranges that were read or received into their tensors, and that
@@ -211,8 +217,20 @@ class TensorWriter:
         for start, nbytes in in_place if self._counts else ():
             for index, begin, end in self._wanted.cut(start, nbytes):
                 dequantizer = self._destinations[index].dequantizer
-                if dequantizer is not None:
-                    dequantizer.count(end - begin)
+                if dequantizer is not None and dequantizer.count(end - begin):
+                    self._begun.append(self._workers.submit(dequantizer.finish))
+
+    def close(self) -> None:
+        """Waits for the weights that are being dequantised.
+
+        Raises:
+            MemoryError: Dequantising one needs more memory than there is.
+        """
+        begun, self._begun = self._begun, []
+        wait_for(begun)
+        self._workers.close(wait_s=0.0)
+        for one in begun:
+            one.result()
 
     def settle(self) -> None:
         """Returns once all bytes placed so far have left their buffers."""

@@ -27,6 +27,11 @@ from tests.dist.test_healing import truncate
 from tests.dist.test_readers import copy, own_disk
 from tests.dist.test_readers import pytestmark as needs_mounts
 
+RANKS_IMPORT = (
+    "torch.distributed.tensor",
+    "transformers.integrations.mxfp4",
+    *(["compressed_tensors.compressors"] if importlib.util.find_spec("compressed_tensors") else []),
+)
 OPTIONS = LoadOptions(dequantize=True, timeout_s=20)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 PLAIN = "model.norm.weight"
