@@ -241,7 +241,10 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions | None = None,
 ) -> VerifyReport:
-    """Checks every byte of a checkpoint that fastload saved; the ranks of a group share the work.
+    """Checks every byte of a checkpoint that has checksums; the ranks of a group share the work.
+
+    Checksums are those of a commit record or a seal. Without either, files of the Hugging Face hub, or of its
+    cache, are compared with their SHA-256, each on one rank.
 
     Data move to no other rank, and take no more memory than `staging_bytes`. If hosts have their own disks,
     the ranks of each host check its copy.
@@ -251,7 +254,7 @@ def verify(
     Raises:
         ChecksumError: Blocks are damaged; on all ranks. It has a line for each damaged block, the first 20 of
             them in the message.
-        IncompleteCheckpoint: It has no commit record, and so no checksums.
+        IncompleteCheckpoint: It has no checksums.
         PeerError: A rank could not read its part.
     """
     with _open(path, process_group, storage_options, options) as checkpoint:

@@ -128,6 +128,7 @@ class StorageError(FastloadError, OSError):
         nbytes: Length of the range in bytes, or None.
         attempts: Number of attempts.
         transient: Whether another attempt may succeed.
+        retry_after_s: Seconds to wait before it, as the server asks; 0 if it does not.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class StorageError(FastloadError, OSError):
         nbytes: int | None = None,
         attempts: int = 1,
         transient: bool = False,
+        retry_after_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.url = url
@@ -145,6 +147,7 @@ class StorageError(FastloadError, OSError):
         self.nbytes = nbytes
         self.attempts = attempts
         self.transient = transient
+        self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
         span = ""

@@ -176,7 +176,8 @@ class VerifyReport(_Report):
     Attributes:
         url: The checkpoint.
         num_files: Number of files.
-        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks.
+        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks. A file
+            with an SHA-256 of the Hugging Face hub is one.
         nbytes: Bytes of its tensors.
         ranks: One entry per rank.
     """

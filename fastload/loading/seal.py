@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,24 +10,21 @@ from typing import Any
 
 from fastload.comm.hosts import host_of
 from fastload.comm.world import World
-from fastload.errors import CheckpointError, ChecksumError, Interrupted
-from fastload.formats.manifest import FileEntry, Manifest
+from fastload.errors import CheckpointError, ChecksumError
+from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.formats.open import read_manifest
-from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.formats.seal import Seal, blocks_of_files, digest_of, require_disjoint
 from fastload.geometry.blocks import good_block_bytes
-from fastload.loading.access import Access, open_access
+from fastload.loading.access import open_access
 from fastload.loading.load import Session
+from fastload.loading.sha256 import compare_sha_256
 from fastload.loading.verify import CompleteRead, team_of
 from fastload.options import LoadOptions
 from fastload.report import VerifyReport
 from fastload.storage import Location, Storage, put_next_to
-from fastload.storage.single_file import sha_256_on_hub
 from fastload.transfer.read import ChecksumCollector, Damage
-
-_READ_BYTES = 8 << 20
 
 
 def seal(
@@ -48,8 +43,7 @@ def seal(
     session = Session(world, access, replace(options, verify=False))
     try:
         with session.usable():
-            if not location.scheme:
-                _compare_with_hub(session)
+            compare_sha_256(session)
             hasher = ChecksumCollector(access.manifest)
             reading = CompleteRead(session, hasher, _ignore)
             found = reading.run("seal", dict)
@@ -124,50 +118,3 @@ def _text(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
 
 def _ignore(_: Damage) -> None:
     """Takes no damage, since nothing is compared."""
-
-
-# Files from the Hugging Face hub
-
-
-def _compare_with_hub(session: Session) -> None:
-    """Compares files with the SHA-256 that the hub's cache has of them, each on one rank.
-
-    Raises:
-        ChecksumError: A file differs.
-    """
-    world, access = session.opened.world, session.opened.access
-    team = team_of(access, world.rank)
-
-    def compare() -> None:
-        known = {file: sha_256_on_hub(access.storage.url, file.name) for file in access.manifest.files}
-        dealt = _deal([file for file, digest in known.items() if digest], len(team))
-        for file in dealt[team.index(world.rank)] if world.rank in team else ():
-            found = _sha_256(world, access, file)
-            if found != known[file]:
-                raise ChecksumError(
-                    f"{url_of(access.storage, file.name)}: not the file on the hub: SHA-256 {known[file]} "
-                    f"expected, {found} found: download it again"
-                )
-
-    world.settle(f"comparing {access.manifest.url} with the hub", compare)
-
-
-def _deal(files: Sequence[FileEntry], num_ranks: int) -> list[list[FileEntry]]:
-    """Deals files to ranks, each to that with the fewest bytes so far, the largest first."""
-    dealt: list[list[FileEntry]] = [[] for _ in range(num_ranks)]
-    loads = [(0, number) for number in range(num_ranks)]
-    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)) if loads else ():
-        nbytes, number = loads[0]
-        dealt[number].append(file)
-        heapq.heapreplace(loads, (nbytes + file.nbytes, number))
-    return dealt
-
-
-def _sha_256(world: World, access: Access, file: FileEntry) -> str:
-    digest = hashlib.sha256()
-    for offset in range(0, file.nbytes, _READ_BYTES):
-        if world.peer_failed():
-            raise Interrupted("reading stopped because another rank failed")
-        digest.update(read_bytes(access.storage, file.name, offset, min(_READ_BYTES, file.nbytes - offset)))
-        world.note_progress()
-    return digest.hexdigest()

@@ -28,6 +28,7 @@ from fastload.formats.reading import stat_all
 from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
+from fastload.loading.sha256 import compare_share
 from fastload.options import StageOptions
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
@@ -229,6 +230,8 @@ class Stage:
             if self._copy is not None:
                 began = time.perf_counter()
                 probing = world.rank in leaders.able and not missing.complete
+                if probing and self._options.verify:
+                    self._compare(self._copy, inventory, leaders)
                 receipts.append(
                     self._in_background(partial(self._finish, self._copy, inventory, probing=probing))
                 )
@@ -310,6 +313,20 @@ class Stage:
         if essence(found) != essence(self._access.manifest):
             raise ManifestError(f"{copy.data_path}: its headers are not those of {self._access.manifest.url}")
         return receipt
+
+    def _compare(self, copy: LocalCopy, inventory: Inventory, leaders: _Leaders) -> None:
+        """Compares this host's share of the files, of which all hosts have the same, with their SHA-256."""
+        originals = at_source(self._access.manifest, inventory.files)
+        known = {
+            replace(file, version=""): self._access.storage.sha256(original.name, original.version)
+            for file, original in zip(inventory.files, originals, strict=True)
+        }
+        staged = LocalStorage(copy.data_path, self._options.io)
+        try:
+            number = leaders.able.index(self._world.rank)
+            compare_share(self._world, staged, known, number, len(leaders.able))
+        finally:
+            staged.close()
 
     def _in_background(self, call: Callable[[], T]) -> T:
         late = StorageError("the disk did not answer in time", url=self._path)

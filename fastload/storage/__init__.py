@@ -40,7 +40,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _S3 = frozenset("s3 s3a".split())
-_READ_ONLY = HTTP | {"hf"}
+_HUB = "hf"
+_READ_ONLY = HTTP | {_HUB}
 _MAX_ATTEMPT_S = 30.0
 
 
@@ -72,14 +73,14 @@ def open_storage(
     io: str = "auto",
     attempt_s: float = 30.0,
 ) -> Storage:
-    """Opens read access to a local path, or a URL of a scheme that obstore or fsspec supports.
+    """Opens read access to a local path, the Hugging Face hub, or a URL that obstore or fsspec supports.
 
     Makes no request yet.
 
     Args:
         path: Path, URL or `Location`.
         names: Names of files of a checkpoint.
-        options: Passed to obstore or fsspec, in addition to the environment.
+        options: Passed to obstore, fsspec or the hub, in addition to the environment.
         io: How to read local files: ``auto``, ``buffered`` or ``direct``.
         attempt_s: Longest time in seconds for one request to an object store.
 
@@ -101,6 +102,13 @@ def open_storage(
             "reading %s:// through fsspec, which is slow; better: pip install 'fastload-torch[remote]'",
             location.scheme,
         )
+    if location.scheme == _HUB:
+        for package in ("huggingface_hub", "obstore"):
+            if importlib.util.find_spec(package) is None:
+                raise OptionError(f"{_HUB}:// needs {package}: pip install 'fastload-torch[hub]'")
+        from fastload.storage.hub import HubStorage
+
+        return HubStorage(location, options or {}, io=io, attempt_s=attempt_s)
     from fastload.storage.fsspec import FsspecStorage
 
     return FsspecStorage(location, options or {})

@@ -199,6 +199,15 @@ class Storage(ABC):
         self.read_into(name, 0, [memoryview(data)], about.version)
         return bytes(data)
 
+    def sha256(self, name: str, version: str) -> str:
+        """Returns the SHA-256 that a file has at its origin, in hex digits; empty if it is unknown.
+
+        Args:
+            name: File below the root.
+            version: Its `FileStat.version`, from any host.
+        """
+        return ""
+
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
         """Releases descriptors and connections; the storage cannot be used afterwards."""
 

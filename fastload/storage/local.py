@@ -18,6 +18,7 @@ from fastload.storage.descriptors import DirectFile
 from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
+from fastload.storage.single_file import sha_256_on_hub
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -95,6 +96,9 @@ class LocalStorage(Storage):
                 with self._file(name).cached.use() as cached:
                     return self._about(os.fstat(cached))
         return None
+
+    def sha256(self, name: str, version: str) -> str:
+        return sha_256_on_hub(self.url, name)
 
     def list(self) -> list[str] | None:
         with os_errors(self.url), _unless(*_ABSENT), os.scandir(self.url) as entries:

@@ -51,10 +51,11 @@ def patiently(
         try:
             return ask()
         except Exception as error:
+            left_s, asked_s = deadline - time.monotonic(), 0.0
             if isinstance(error, StorageError):
-                error.attempts = attempt
-            pause_s = min(_backoff_s(attempt), (deadline - time.monotonic()) / 4)
-            if not is_transient(error) or attempt > retries or pause_s <= 0:
+                error.attempts, asked_s = attempt, error.retry_after_s
+            pause_s = asked_s + min(_backoff_s(attempt), (left_s - asked_s) / 4)
+            if not is_transient(error) or attempt > retries or asked_s >= left_s:
                 raise
         wait(pause_s)
 
@@ -141,6 +142,9 @@ class PatientStorage(Storage):
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         return self._patiently(lambda: self._storage.read_all(name, about))
+
+    def sha256(self, name: str, version: str) -> str:
+        return self._storage.sha256(name, version)
 
     def map(self, name: str) -> Mapped | None:
         """Maps a file; None if it is not local, or cannot be mapped."""

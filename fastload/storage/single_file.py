@@ -133,14 +133,19 @@ def write_text(path: str, pieces: Iterable[str]) -> None:
         raise StorageError(str(error.strerror), url=path) from error
 
 
+def hub_blob(path: str) -> str:
+    """Returns the name of the blob that a file in the hub's cache links to, which is its ETag; or empty."""
+    blobs, name = os.path.split(os.path.realpath(path))
+    return name if os.path.basename(blobs) == "blobs" else ""
+
+
 def sha_256_on_hub(folder: str, name: str) -> str:
     """Returns the SHA-256 that a file has on the Hugging Face hub; empty if the hub's cache does not say.
 
     The file is in the cache, named after its SHA-256, or in a directory of ``hf download --local-dir``.
     """
     path = os.path.join(folder, name)
-    blobs, digest = os.path.split(os.path.realpath(path))
-    if os.path.basename(blobs) == "blobs" and _SHA_256.fullmatch(digest):
+    if _SHA_256.fullmatch(digest := hub_blob(path)):
         return digest
     with suppress(OSError, ValueError):
         with open(os.path.join(folder, _HUB_METADATA.format(name)), encoding="ascii") as file:

@@ -21,17 +21,19 @@ _TRICKLE_S = 0.25
 
 
 class Server(ThreadingHTTPServer):
-    """A server on a free port of loopback, which says nothing of clients that give up."""
+    """A server, on a free port of loopback if none is given, which says nothing of clients that give up."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
+    def __init__(
+        self, handler: type[BaseHTTPRequestHandler], address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
+        super().__init__(address, handler)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return "http://{}:{}".format(*self.server_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # clients that give up on an answer are part of the test

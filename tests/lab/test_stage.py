@@ -19,7 +19,7 @@ _NUM_HOSTS = 4
 _LINK_BYTES_PER_S = 400e6 / 8 * 0.957  # what TCP gets of 400 Mbit/s
 
 # Each host sees a folder of its own at one and the same path, as if it were a disk.
-_ON_ITS_DISK = """
+ON_ITS_DISK = """
 mkdir -p "$1/$(hostname)" && mount --make-rprivate / && mount --bind "$1/$(hostname)" /mnt || exit 1
 shift && exec python -m fastload "$@"
 """
@@ -47,7 +47,7 @@ def disks() -> Iterator[Path]:
 
 
 def fastload(disks: Path, *arguments: str) -> dict[str, Any]:
-    command = ("unshare", "--mount", "bash", "-c", _ON_ITS_DISK, "host", str(disks), *arguments, "--json")
+    command = ("unshare", "--mount", "bash", "-c", ON_ITS_DISK, "host", str(disks), *arguments, "--json")
     job = start(*command, num_hosts=_NUM_HOSTS)
     out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
