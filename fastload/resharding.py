@@ -7,17 +7,20 @@ rest is a load: each byte is read by one of its holders, and arrives in the memo
 from __future__ import annotations
 
 import json
+import secrets
+import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastload.base.memory import uncollected
+from fastload.base.memory import borrowed, uncollected
 from fastload.comm.failures import require_same
 from fastload.comm.group import meet, members_of
 from fastload.comm.hosts import machine
@@ -27,10 +30,12 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import StateEncoding, encode_state
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
-from fastload.geometry.dtensors import DTensorRanks, local_of
+from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
 from fastload.loading.access import Access
-from fastload.loading.load import Session
+from fastload.loading.load import Job, MatchedRequest, Session, open_job, open_on_all
+from fastload.loading.load import prepare as prepare_load
 from fastload.loading.match import LoadRequest, Match
+from fastload.loading.targets import TensorWriter
 from fastload.options import SETTINGS, LoadOptions, SaveOptions
 from fastload.report import LoadReport
 from fastload.saving.describe import lay_out_files
@@ -40,11 +45,13 @@ from fastload.saving.messages import ShardRange
 from fastload.saving.shard_map import MappedShard, ShardMap
 from fastload.saving.snapshot import StateReader
 from fastload.storage import FileStat, PatientStorage, Storage
-from fastload.transfer.routed_plan import HeldRange, Holders
+from fastload.transfer.plan import StrategyChoice
+from fastload.transfer.routed_plan import HeldRange, Holders, RepeatedPlan, RoutedPlan
 
 _WHAT = "redistributing"
 _URL = "the state of the ranks"
 _NOTHING_MOVED = "nothing has moved"
+_Shard = tuple[int, int, MappedShard]  # first byte in the virtual file, number of the tensor, the shard
 
 
 def redistribute(
@@ -63,6 +70,9 @@ def redistribute(
     same. Each byte leaves one of the ranks that hold it, which share the sending evenly, and enters each host
     that wants it once. Replicas are not compared. Bytes go between devices if the group has a backend for
     them; the sender reads them through host memory.
+
+    The plan of the last call of a group is kept: a call with the same tensors, in modules, dicts, lists and
+    tuples, at the same addresses on all ranks, does not plan again. Nothing keeps the tensors alive.
 
     Args:
         state: What this rank has, as for `fastload.save`: nested dicts of tensors, DTensors, modules,
@@ -88,27 +98,56 @@ def redistribute(
         PeerError: Ranks failed, were killed, or did not respond in time. The contents of `into` are undefined
             if data were moving.
     """
+    chosen: list[LoadOptions] = []
 
-    def prepare() -> tuple[StateEncoding, LoadOptions]:
-        return _encode(state), options if options is not None else LoadOptions()
+    def prepare() -> _Inputs:
+        chosen.append(options if options is not None else LoadOptions())
+        return _Inputs.of(state, into, dtype, names, strict, chosen[0].shared_values())
 
-    world, (encoding, chosen) = meet(
+    world, inputs = meet(
         process_group,
         _WHAT,
         prepare,
-        timeout_s=lambda prepared: prepared[1].timeout_s,
+        timeout_s=lambda inputs: chosen[0].timeout_s,
         default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
     )
+    num_clears = world.cache.num_clears
+    kept: KeptPlan | None = world.cache.take(_WHAT)
     with world.together():
-        access = _open(world, encoding, chosen)
-    session = Session(world, access, replace(chosen, verify=False))
+        responses = world.agree(_WHAT, lambda: _compare(world, kept, inputs, chosen[0]))
+    require_same([each["options"] for each in responses])
+    tokens = {each["kept"] for each in responses}
+    if kept is not None and tokens == {kept.token}:
+        report = kept.repeat(world, chosen[0])
+        world.cache.put(_WHAT, kept, num_clears)
+        return report
+    with world.together():
+        source = _open(world, state)
+    session = Session(world, source.access, replace(chosen[0], verify=False))
     try:
         with session.usable():
-            memory = frozenset(map(_memory_of, encoding.tensors.values()))
+            memory = frozenset(map(_memory_of, source.tensors.values()))
             request = _Request({} if into is None else into, None, dtype, names, strict, memory=memory)
-            return session.load(request).report
+            if chosen[0].atomic:
+                return session.load(request).report
+            job = prepare_load(session.opened, request)
+            loaded = session.run(job)
+            assert loaded is not None, "states have no layout that is inferred"
+            if (made := KeptPlan.of(responses[0]["new"], inputs, source, job)) is not None:
+                world.cache.put(_WHAT, made, num_clears)
+            return loaded.report
     finally:
         session.close()
+
+
+def _compare(world: World, kept: KeptPlan | None, inputs: _Inputs, options: LoadOptions) -> dict[str, Any]:
+    """Returns what the ranks compare: whether all of them have kept the plan of the same call."""
+    fits = kept is not None and inputs.key is not None and kept.key == inputs.key
+    return {
+        "kept": kept.token if kept is not None and fits else "",
+        "new": secrets.token_hex(8) if world.rank == 0 else "",
+        "options": options.shared_values(),
+    }
 
 
 @uncollected
@@ -148,23 +187,40 @@ class _Request(LoadRequest):
         return matched
 
 
-def _open(world: World, encoding: StateEncoding, options: LoadOptions) -> Access:
+@dataclass(frozen=True)
+class _Source:
+    """The states of all ranks as one file.
+
+    Attributes:
+        access: Access to the file.
+        tensors: The tensors of this rank, by name.
+        reader: Reads them.
+        shards: The parts of the file.
+    """
+
+    access: Access
+    tensors: Mapping[str, Tensor]
+    reader: StateReader
+    shards: Sequence[_Shard]
+
+
+def _open(world: World, state: Any) -> _Source:
     """Gathers which rank holds which part of which tensor.
 
     Raises:
         FastloadError: The same on all ranks: some rank cannot send its state, or the states do not fit.
     """
-    held: list[tuple[bytes, StateReader]] = []
+    held: list[tuple[StateEncoding, bytes, StateReader]] = []
 
     def look() -> dict[str, Any]:
-        held.append(_look(world, encoding))
+        encoding = _encode(state)
+        held.append((encoding, *_look(world, encoding)))
         name = machine(world.host, world.rank).encode()
-        return {"machine": Each([xxhash.xxh3_64_hexdigest(name)]), "options": options.shared_values()}
+        return {"machine": Each([xxhash.xxh3_64_hexdigest(name)])}
 
     responses = world.agree(_WHAT, look)
-    require_same([each["options"] for each in responses])
     (machines,) = responses[0]["machine"]
-    [(form, reader)] = held
+    [(encoding, form, reader)] = held
     boxes = pack_boxes({name: reader.boxes(name) for name in encoding.tensors})
     forms = dict(enumerate(world.gather_bytes(f"{_WHAT}: gathering what the ranks have", lambda: form)))
     packed = world.gather_bytes(f"{_WHAT}: gathering the parts of tensors", lambda: boxes)
@@ -181,9 +237,9 @@ def _open(world: World, encoding: StateEncoding, options: LoadOptions) -> Access
         HeldRange(0, offset, offset + shard.runs.total, tuple(shard.holders)) for offset, _, shard in shards
     ]
     holders = Holders(tuple(held_ranges))
-    storage = _StateStorage(reader.with_layout(layout), shards)
-    return Access(
-        storage=PatientStorage(storage, retries=0, timeout_s=world.patience_s / 2),
+    reader = reader.with_layout(layout)
+    access = Access(
+        storage=_connect(world, reader, shards),
         manifest=manifest,
         hosts=tuple(world.nodes.values()),
         machines=tuple(machines.values()),
@@ -192,6 +248,11 @@ def _open(world: World, encoding: StateEncoding, options: LoadOptions) -> Access
         shared=False,
         holders=holders,
     )
+    return _Source(access, encoding.tensors, reader, shards)
+
+
+def _connect(world: World, reader: StateReader, shards: Sequence[_Shard]) -> PatientStorage:
+    return PatientStorage(_StateStorage(reader, shards), retries=0, timeout_s=world.patience_s / 2)
 
 
 def _look(world: World, encoding: StateEncoding) -> tuple[bytes, StateReader]:
@@ -209,8 +270,6 @@ def _look(world: World, encoding: StateEncoding) -> tuple[bytes, StateReader]:
 
 
 _NUM_SHOWN = 20
-_NUM_SHOWN = 20
-_Shard = tuple[int, int, MappedShard]  # first byte in the virtual file, number of the tensor, the shard
 
 
 def _lay_out(merged: MergedState, layout: Layout, shard_map: ShardMap) -> tuple[list[_Shard], Manifest]:
@@ -286,3 +345,178 @@ class _StateStorage(Storage):
             if first >= end:
                 return
             yield ShardRange(number, shard, max(0, begin - first), min(end - first, shard.runs.total))
+
+
+# Plans that are kept for the next call
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The arguments of a call on one rank, as far as its plan depends on them.
+
+    Attributes:
+        tensors: The tensors in `state` and `into`.
+        key: Addresses, shapes and places of the tensors, and all other arguments; None if there is more than
+            tensors and plain values.
+    """
+
+    tensors: Sequence[Tensor]
+    key: Any
+
+    @classmethod
+    @uncollected
+    @torch.no_grad()  # else each access to a DTensor switches gradients off and on
+    def of(cls, state: Any, into: Any, *arguments: Any) -> _Inputs:
+        """Looks at the arguments; changes nothing but what `state_dict` of their modules does."""
+        tensors: list[Tensor] = []
+        key: list[Any] = [*arguments]
+        meshes: dict[int, Any] = {}
+        try:
+            _describe(state, tensors, key, meshes)
+            key.append(";")
+            _describe(into, tensors, key, meshes)
+        except (_NotKept, RecursionError):
+            return cls((), None)
+        return cls(tensors, key)
+
+    def have(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the memory of tensors is that of the arguments, rather than of copies."""
+        own = {_memory_of(tensor) for tensor in self.tensors}
+        return all(not tensor.nbytes or _memory_of(tensor) in own for tensor in tensors)
+
+
+class _NotKept(Exception):
+    """Something has no description that is enough to know it again."""
+
+
+_PLAIN_VALUES = frozenset({str, int, float, bool, type(None)})
+_DICTS = frozenset({dict, OrderedDict})
+_TENSORS = frozenset({Tensor, nn.Parameter})
+
+
+def _describe(value: Any, tensors: list[Tensor], key: list[Any], meshes: dict[int, Any]) -> None:
+    """Appends the tensors below a value, and a description of all of it."""
+    kind = type(value)
+    if kind in _DICTS:
+        key.append((kind, len(value)))
+        for name, child in value.items():
+            key.append(name)
+            _describe(child, tensors, key, meshes)
+    elif kind in _TENSORS:
+        tensors.append(value)
+        key.append(_place_of(value))
+    elif kind is list or kind is tuple:
+        key.append((kind, len(value)))
+        for child in value:
+            _describe(child, tensors, key, meshes)
+    elif kind in _PLAIN_VALUES:
+        key.append((kind, value))
+    elif isinstance(value, Tensor) and is_dtensor(value):
+        tensors.append(value)
+        mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+        if id(mesh) not in meshes:
+            meshes[id(mesh)] = mesh.mesh.tolist()  # not the mesh, which would keep its groups alive
+        local = value.to_local()  # type: ignore[attr-defined]
+        key.append((_place_of(local), value.shape, value.placements, meshes[id(mesh)]))  # type: ignore[attr-defined]
+    elif isinstance(value, nn.Module) and kind.state_dict is nn.Module.state_dict:
+        key.append(kind)
+        _describe(dict(value.state_dict(keep_vars=True)), tensors, key, meshes)
+    else:
+        raise _NotKept
+
+
+def _place_of(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        raise _NotKept
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+class KeptPlan:
+    """The plan of a call, for the next call with tensors at the same addresses.
+
+    It knows the memory of the tensors by address, and does not keep it.
+
+    Args:
+        token: Identifies it: equal on all ranks, which made it together.
+        key: The key of its call.
+        call: What the call has computed.
+
+    Attributes:
+        token: As given.
+        key: As given.
+    """
+
+    def __init__(self, token: str, key: Any, call: _KeptCall) -> None:
+        self.token = token
+        self.key = key
+        self._call = call
+
+    @classmethod
+    def of(cls, token: str, inputs: _Inputs, source: _Source, job: Job) -> KeptPlan | None:
+        """Returns the plan of a load that has ended; None if another one needs more than that."""
+        request, writer, plan = job.request, job.writer, job.pipeline.plan
+        assert isinstance(plan, RoutedPlan)
+        assert isinstance(writer, TensorWriter)
+        local = [local_of(tensor) for tensor in source.tensors.values()]
+        used = [*local, *(each.tensor for each in writer.destinations)]
+        if inputs.key is None or not request.matched.is_in_place or not inputs.have(used):
+            return None
+        destinations = [replace(each, tensor=borrowed(each.tensor)) for each in writer.destinations]
+        world, reader = request.opened.world, source.reader.borrowing()
+        call = _KeptCall(
+            access=replace(source.access, storage=_connect(world, reader, source.shards)),
+            reader=reader,
+            shards=source.shards,
+            matched=replace(request.matched, destinations=destinations, finish=dict),
+            decision=request.decision,
+            backend=request.backend,
+            detour=request.detour,
+            plan=RepeatedPlan.of(plan, world.rank),
+            writer=TensorWriter(destinations),
+            bytes_wanted=job.bytes_wanted,
+        )
+        return cls(token, inputs.key, call)
+
+    def repeat(self, world: World, options: LoadOptions) -> LoadReport:
+        """Moves the tensors as they are now; a call of all ranks, which have all kept it.
+
+        Raises:
+            FastloadError: As for `redistribute`.
+        """
+        call = self._call
+        storage = _connect(world, call.reader.in_current_streams(), call.shards)
+        session = Session(world, replace(call.access, storage=storage), replace(options, verify=False))
+        try:
+            with session.usable():
+                own = MatchedRequest(
+                    session.opened, call.matched, call.decision, call.backend, call.detour,
+                    began=time.perf_counter(), bytes_read_before=0, direct_bytes_read_before=0,
+                )  # fmt: skip
+                job = open_on_all(own, lambda: open_job(own, call.plan, call.bytes_wanted, call.writer))
+                loaded = session.run(job)
+                assert loaded is not None, "states have no layout that is inferred"
+                return loaded.report
+        finally:
+            session.close()
+
+    def drop(self) -> None:
+        """Does nothing: it holds no more than memory of its own."""
+
+    def disown(self) -> None:
+        """Likewise."""
+
+
+@dataclass(frozen=True)
+class _KeptCall:
+    """What a call has computed."""
+
+    access: Access
+    reader: StateReader
+    shards: Sequence[_Shard]
+    matched: Match
+    decision: StrategyChoice
+    backend: str
+    detour: str
+    plan: RepeatedPlan
+    writer: TensorWriter
+    bytes_wanted: int

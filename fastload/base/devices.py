@@ -157,6 +157,11 @@ class DeviceStreams:
     def __bool__(self) -> bool:
         return bool(self._streams)
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Their accelerators."""
+        return [stream.device for stream in self._streams]
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Makes them current in this thread."""

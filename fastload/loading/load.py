@@ -199,14 +199,18 @@ class Session:
                 opened = replace(opened, options=options)
             job = prepare(opened, request)
             if not opened.options.atomic or self._read_first(job):
-                try:
-                    loaded = self.settle(job)
-                except FastloadError as error:
-                    error.is_partial = True
-                    raise
+                loaded = self.run(job)
                 if loaded is not None:
                     return loaded
             self.reopen_exactly()
+
+    def run(self, job: Job) -> Loaded | None:
+        """Runs a load, as `settle` does; an error says that it may be partial."""
+        try:
+            return self.settle(job)
+        except FastloadError as error:
+            error.is_partial = True
+            raise
 
     def _read_first(self, job: Job) -> bool:
         """Reads and verifies what this rank will send or place, on all ranks, before anything is placed.
@@ -636,7 +640,7 @@ def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
     Raises:
         FastloadError: No rank can read it.
     """
-    return _agree(job.request, lambda: _open_rest(job, unread_from))
+    return open_on_all(job.request, lambda: _open_rest(job, unread_from))
 
 
 def _raise_unexpected(own: MatchedRequest, digests: Sequence[str]) -> None:
@@ -706,11 +710,17 @@ def _open_common(own: MatchedRequest) -> Job:
     )
     if is_stream:
         plan = plan.deeper(staging_bytes)
-    return _open_job(own, plan, sum(extent.nbytes for extent in extents))
+    return open_job(own, plan, sum(extent.nbytes for extent in extents))
 
 
-def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
+def open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorWriter | None = None) -> Job:
     """Opens a load with its plan.
+
+    Args:
+        own: The request of this rank.
+        plan: The plan.
+        bytes_wanted: Bytes that any rank wants, each counted once.
+        writer: Writes the bytes; None for a new one.
 
     Raises:
         MemoryError: Staging buffers do not fit into memory.
@@ -733,12 +743,12 @@ def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
         guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
         held=access.held,
     )
-    writer = own.matched.stream_buffer or TensorWriter(own.matched.destinations, opened.cores)
+    destinations = writer or own.matched.stream_buffer or TensorWriter(own.matched.destinations, opened.cores)
     pipeline = open_pipeline(
         opened.world,
         plan,
         reader,
-        writer,
+        destinations,
         order=ring_order(access.hosts),
         machines=access.machines,
         hosts=access.hosts,
@@ -747,7 +757,7 @@ def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
         progress=options.progress,
     )
     opened.tracing.follow(pipeline.watches)
-    return Job(own, bytes_wanted, writer, pipeline)
+    return Job(own, bytes_wanted, destinations, pipeline)
 
 
 # Ranks want different bytes
@@ -787,12 +797,12 @@ def _prepare_sharded(own: MatchedRequest) -> Job:
             chunk_bytes=opened.options.chunk_bytes,
             holders=opened.access.holders,
         )
-        return _open_job(own, plan, bytes_wanted)
+        return open_job(own, plan, bytes_wanted)
 
-    return _agree(own, open_it)
+    return open_on_all(own, open_it)
 
 
-def _agree(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:
+def open_on_all(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:
     """Opens a load on all ranks, and compares the plans."""
     jobs: list[Job] = []
 
@@ -831,7 +841,7 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
             progress(min(placed_bytes + now, wanted), wanted)
 
         opened = replace(opened, options=replace(opened.options, progress=goes_on))
-    return _open_job(replace(job.request, opened=opened), rest, job.bytes_wanted)
+    return open_job(replace(job.request, opened=opened), rest, job.bytes_wanted)
 
 
 def request_of(manifest: Manifest, destinations: Sequence[Destination]) -> RankRequest:

@@ -57,6 +57,7 @@ class Match:
         finish: Called once all bytes are read: copies tensors that are wanted twice, puts values and new
             tensors where they belong, and returns the result of the load.
         calls: Whether `finish` calls the caller's code, which may fail on this rank alone.
+        is_in_place: Whether all is done once the destinations have their bytes: `finish` changes nothing.
         left_out: What is not loaded although it is wanted; see `LoadReport`.
         surplus: Names that the checkpoint has and this rank does not want, if some rank has to want them.
         advice: What to do if no rank wants them.
@@ -68,6 +69,7 @@ class Match:
     device: torch.device
     finish: Callable[[], Any]
     calls: bool = False
+    is_in_place: bool = False
     left_out: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()
     advice: str = ""
@@ -248,12 +250,15 @@ def _match_into(
         restorer.run(built)
         return named
 
+    calls = pairs.hold_more_than_tensors or not all(
+        isinstance(slot.container, dict | list) for slot, _ in slots
+    )
     return Match(
         built.destinations,
         device_of(built.destinations, targets.device),
         finish,
-        calls=pairs.hold_more_than_tensors
-        or not all(isinstance(slot.container, dict | list) for slot, _ in slots),
+        calls=calls,
+        is_in_place=not (calls or slots or built.copies or built.dequantizers or built.new),
         left_out=tuple(pairs.left_out),
         surplus=surplus if request.strict else (),
         advice=advice,

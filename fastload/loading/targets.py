@@ -174,6 +174,11 @@ class TensorWriter:
         self._workers = Workers(num_threads, "fastload-dequantize")
         self._begun: list[Future[None]] = []
 
+    @property
+    def destinations(self) -> Sequence[Destination]:
+        """Everything that the rank wants; none of it empty, and with detached tensors."""
+        return self._destinations
+
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a byte range, in flat uint8 pieces.
 

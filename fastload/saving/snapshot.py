@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastload.base.devices import DeviceStreams, accelerators_of, can_pin
-from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, round_up, runs
+from fastload.base.memory import PAGE_BYTES, allocate_staging, borrowed, byte_view, copy_flat, round_up, runs
 from fastload.base.threads import ProcessLock
 from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
@@ -125,6 +125,23 @@ class StateReader:
         reader = self._changed(self._layout, tensors | plain)
         reader._parts = {name: self._parts_of(name) for name in tensors if name not in plain}
         reader.streams = self.streams.for_copies()
+        return reader
+
+    def borrowing(self) -> StateReader:
+        """Returns a reader of the same memory, which does not keep it; see `borrowed`."""
+        tensors = {name: borrowed(local_of(tensor)) for name, tensor in self._tensors.items()}
+        reader = self._changed(self._layout, tensors)
+        reader._parts = {
+            name: [(box, borrowed(view)) for box, view in self._parts_of(name)] for name in tensors
+        }
+        return reader
+
+    def in_current_streams(self) -> StateReader:
+        """Returns a reader that copies in the streams that are the caller's now."""
+        if not self.streams:
+            return self
+        reader = copy.copy(self)
+        reader.streams = DeviceStreams.of_caller(self.streams.devices)
         return reader
 
     def _changed(self, layout: Layout, tensors: Mapping[str, Tensor]) -> StateReader:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import ceil
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import xxhash
 
@@ -25,6 +25,8 @@ from fastload.geometry.ranges import ByteRange, HasRange
 from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
 from fastload.transfer.messages import Message, Ranks, joined
 from fastload.transfer.plan import Chunk, Share, deal
+
+T = TypeVar("T")
 
 
 class HeldRange(NamedTuple):
@@ -559,3 +561,50 @@ class RoutedView:
             return position
         start = space.starts[space.at(position)]
         return position - (position - start) % self._plan.sharing.unit_bytes
+
+
+class RepeatedPlan(RoutedPlan):
+    """A plan that several transfers follow. It keeps the messages of one rank."""
+
+    @classmethod
+    def of(cls, plan: RoutedPlan, rank: int) -> RepeatedPlan:
+        """Computes the messages of all rounds."""
+        repeated = cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+        view = repeated.view(rank)
+        for index in range(repeated.num_rounds):
+            view.reads(index), view.outgoing(index), view.incoming(index)
+        return repeated
+
+    @cached_property
+    def _views(self) -> dict[int, RoutedView]:
+        return {}
+
+    def view(self, rank: int) -> RoutedView:
+        """Returns the plan as one rank sees it; the same view each time."""
+        if rank not in self._views:
+            self._views[rank] = _RepeatedView(self, rank)
+        return self._views[rank]
+
+
+class _RepeatedView(RoutedView):
+    """A view that computes each round once."""
+
+    def __init__(self, plan: RoutedPlan, rank: int) -> None:
+        super().__init__(plan, rank)
+        self._known: dict[tuple[str, int], Any] = {}
+
+    def reads(self, index: int) -> list[ByteRange]:
+        return self._once("reads", index, super().reads)
+
+    def outgoing(self, index: int) -> list[Message]:
+        return self._once("outgoing", index, super().outgoing)
+
+    def incoming(self, index: int) -> list[Message]:
+        return self._once("incoming", index, super().incoming)
+
+    def _once(self, what: str, index: int, compute: Callable[[int], list[T]]) -> list[T]:
+        key = what, index
+        if key not in self._known:
+            self._known[key] = compute(index)
+        found: list[T] = self._known[key]
+        return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastload
 from fastload.errors import MismatchError, OptionError, PeerError, PlanMismatch
+from fastload.loading import load
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 
@@ -81,6 +85,9 @@ class Net(nn.Module):
         self.second.weight = self.first.weight
         self.register_buffer("scale", torch.ones(3))
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.first(inputs)
+
 
 @ranks(3)
 def test_modules_optimizers_and_values(rank: int, world: int) -> None:
@@ -135,6 +142,102 @@ def test_casts_names_and_what_does_not_fit(rank: int, world: int) -> None:
     with pytest.raises(PeerError, match="PerRank"):
         fastload.redistribute({"a": fastload.PerRank(1) if rank else 1}, into, options=options())
     fastload.redistribute(state, some if rank else None, strict=False, options=options())
+
+
+class Plans:
+    """Counts the plans that this rank makes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_made = 0
+        real = load.plan_routes
+
+        def plan(*arguments: Any, **given: Any) -> Any:
+            self.num_made += 1
+            return real(*arguments, **given)
+
+        patch.setattr(load, "plan_routes", plan)
+
+
+@ranks(4, ranks_per_host=2)
+def test_the_second_call_does_not_plan_again(rank: int, world: int) -> None:
+    """Unless anything differs on any rank; and what it keeps, it keeps no longer than the tensors."""
+    gc.disable()
+    del _SHAPES["tiny"], _SHAPES["empty"]
+    rows, columns = ([0, 1], [Shard(0)]), ([2, 3], [Shard(1)])
+    state, into = spread(values(), *rows), spread(values(-1e6), *columns)
+    with pytest.MonkeyPatch.context() as patch:
+        plans = Plans(patch)
+
+        def move(add: float, num_made: int, **given: Any) -> None:
+            for tensor, new in zip((state or {}).values(), values(add).values(), strict=False):
+                tensor.copy_(distribute_tensor(new, tensor.device_mesh, tensor.placements))
+            report = fastload.redistribute(state, into, options=options(**given))
+            assert_same_bits(local(into), local(spread(values(add), *columns)))
+            assert report.bytes_wanted == sum(own.bytes_read for own in report.ranks)
+            assert plans.num_made == num_made
+
+        move(0.0, 1)
+        move(1.0, 1)
+        if into is not None:  # new dicts of the same tensors
+            into = dict(into)
+        move(2.0, 1)
+        move(3.0, 2, staging_bytes=1 << 20)
+        move(4.0, 3)
+        if rank == 3:
+            into = spread_here(into)
+        move(5.0, 4)
+        move(6.0, 4)
+        with pytest.raises(PeerError, match="rank 1"):
+            fastload.redistribute(object() if rank == 1 else state, into, options=options())
+        move(7.0, 5)
+
+        shard = next(iter((state or into).values())).to_local()  # type: ignore[union-attr]
+        memory = weakref.ref(shard.untyped_storage())
+        del shard, state, into
+        assert memory() is None
+        state, into = spread(values(8.0), *rows), spread(values(-1e6), *columns)
+        move(8.0, 6)
+
+
+def spread_here(into: Any) -> Any:
+    """The same DTensors in other memory, on this rank alone."""
+    return {
+        name: DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements,
+                                 run_check=False, shape=tensor.shape, stride=tensor.stride())
+        for name, tensor in into.items()
+    }  # fmt: skip
+
+
+@ranks(2)
+def test_plans_of_modules_are_kept(rank: int, world: int) -> None:
+    """Tied weights, casts, FSDP2 after a forward pass; and nothing is kept of what `load_state_dict` does."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(0)
+    trained, served = Net(), Net()
+    for net in (trained, served):
+        fully_shard(net, mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        plans = Plans(patch)
+        for step in range(3):
+            trained(torch.ones(1, 8))
+            torch.nn.init.constant_(trained.first.bias, step)
+            state, into = {"net": trained, "lr": 0.1}, {"net": served.bfloat16() if step else served}
+            dtype = None if step == 0 else "bfloat16"
+            fastload.redistribute(state, into, dtype=dtype, strict=False, options=options())
+            expected = {name: tensor.full_tensor() for name, tensor in sharded(trained).items()}
+            for name, tensor in sharded(served).items():
+                assert torch.equal(tensor.full_tensor(), expected[name].to(tensor.dtype)), (step, name)
+        assert plans.num_made == 2
+        whole, step = Net(), {"step": 0}
+        for number in (5, 5):
+            fastload.redistribute(
+                {"net": whole, "step": number}, {"net": Net(), **step, "step": 0}, options=options()
+            )
+        assert plans.num_made == 4
+
+
+def sharded(net: nn.Module) -> dict[str, Any]:
+    return {name: each for name, each in net.state_dict().items() if isinstance(each, DTensor)}
 
 
 @ranks(2)
