@@ -188,7 +188,7 @@ class _Request(LoadRequest):
 
 
 @dataclass(frozen=True)
-class _Source:
+class _VirtualFile:
     """The states of all ranks as one file.
 
     Attributes:
@@ -204,7 +204,7 @@ class _Source:
     shards: Sequence[_Shard]
 
 
-def _open(world: World, state: Any) -> _Source:
+def _open(world: World, state: Any) -> _VirtualFile:
     """Gathers which rank holds which part of which tensor.
 
     Raises:
@@ -248,7 +248,7 @@ def _open(world: World, state: Any) -> _Source:
         shared=False,
         holders=holders,
     )
-    return _Source(access, encoding.tensors, reader, shards)
+    return _VirtualFile(access, encoding.tensors, reader, shards)
 
 
 def _connect(world: World, reader: StateReader, shards: Sequence[_Shard]) -> PatientStorage:
@@ -452,7 +452,7 @@ class KeptPlan:
         self._call = call
 
     @classmethod
-    def of(cls, token: str, inputs: _Inputs, source: _Source, job: Job) -> KeptPlan | None:
+    def of(cls, token: str, inputs: _Inputs, source: _VirtualFile, job: Job) -> KeptPlan | None:
         """Returns the plan of a load that has ended; None if another one needs more than that."""
         request, writer, plan = job.request, job.writer, job.pipeline.plan
         assert isinstance(plan, RoutedPlan)
