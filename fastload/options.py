@@ -151,6 +151,7 @@ SAVE_SETTINGS = {
         str,
         "background saves: block until the state is copied, or overlap that with the next step",
     ),
+    "max_chain": Setting(16, int, "most deltas after a complete checkpoint; then a complete one is saved"),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
     "trace": SETTINGS["trace"],
@@ -188,6 +189,7 @@ _LEAST = {
     "retries": 0,
     "max_shard_bytes": 1,
     "block_bytes": 4096,
+    "max_chain": 0,
 }
 
 
@@ -212,11 +214,11 @@ class _Options:
             elif name == "timeout_s":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 _require(number and 0 < value < 1e7, name, value, "a number of seconds above 0")
-            elif name == "trace" and value is not None:
+            elif name in ("trace", "base") and value is not None:
                 path = os.fspath(value) if isinstance(value, os.PathLike) else value
                 object.__setattr__(self, name, path)
                 is_path = isinstance(path, str) and bool(path) and "\0" not in path
-                _require(is_path, name, value, "the path of a file")
+                _require(is_path, name, value, f"the path of a {'file' if name == 'trace' else 'checkpoint'}")
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that have to be the same on all ranks."""
@@ -324,6 +326,9 @@ class SaveOptions(_Options):
             during the next forward and backward pass; see `SaveHandle.wait_snapshot`.
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
             merged by key. Needed only if no rank has a DTensor.
+        base: An existing checkpoint next to the new one. Only the elements that differ from it are written;
+            see "Deltas" in docs/deltas.md. None writes everything.
+        max_chain: Most deltas after a complete checkpoint; then everything is written all the same.
         timeout_s: Longest time without progress, in seconds; not of the whole save. Then it fails on all
             ranks.
         retries: Further attempts after a transient storage error.
@@ -347,6 +352,8 @@ class SaveOptions(_Options):
     check_replicas: ReplicaCheck = _setting("check_replicas")
     snapshot: SnapshotMode = _setting("snapshot")
     parts: bool = False
+    base: str | os.PathLike[str] | None = None
+    max_chain: int = _setting("max_chain")
     timeout_s: float = _setting("timeout_s")
     retries: int = _setting("retries")
     trace: str | os.PathLike[str] | None = _setting("trace")

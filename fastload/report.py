@@ -241,6 +241,8 @@ class SaveReport(_Report):
         block_bytes: Length of a checksum block.
         num_writers: Number of ranks that wrote; of each copy, if hosts wrote their own copies.
         num_copies: Number of copies: 1, or one for each host.
+        base: URL of the base of a delta; empty for a complete checkpoint.
+        why_complete: Why it is complete, if a delta was wanted.
         came_instead_of: URLs of earlier saves that were skipped, since this one was newer when storage was
             free; see `CheckpointManager`.
         ranks: One entry per rank.
@@ -253,6 +255,8 @@ class SaveReport(_Report):
     block_bytes: int
     num_writers: int
     num_copies: int
+    base: str = ""
+    why_complete: str = ""
     came_instead_of: tuple[str, ...] = ()
     ranks: Sequence[SaveRankReport] = field(default_factory=tuple)
 

@@ -96,6 +96,22 @@ class TensorEntry:
     pieces: tuple[Piece, ...] = ()
 
 
+class Delta(NamedTuple):
+    """What a delta checkpoint says of its base and of the result.
+
+    Attributes:
+        base: Name of the directory of the base, next to the delta's.
+        digest: `Manifest.record_digest` of the base.
+        num_deltas: Number of deltas from the first complete checkpoint to this one.
+        checksums: For each file of the result, the checksums of its blocks in hexadecimal.
+    """
+
+    base: str
+    digest: str
+    num_deltas: int
+    checksums: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Tensors and files of one checkpoint.
@@ -112,6 +128,7 @@ class Manifest:
         format: ``safetensors``, ``fastload``, ``torch``, ``dcp``, ``torch_checkpointing`` or ``deepspeed``.
         guards: The guards of data whose layout was inferred, in the order of the bytes.
         heads: The distinct bytes expected before such data.
+        delta: Its base, if it is a delta checkpoint; see `fastload.formats.delta`.
     """
 
     url: str
@@ -124,6 +141,7 @@ class Manifest:
     format: str = "safetensors"
     guards: tuple[Guard, ...] = ()
     heads: tuple[bytes, ...] = ()
+    delta: Delta | None = None
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -182,6 +200,7 @@ class Manifest:
             format=columns["format"],
             guards=tuple(map(Guard._make, columns["guards"])),
             heads=tuple(map(base64.b64decode, columns["heads"])),
+            delta=Delta(*columns["delta"]) if columns["delta"] else None,
         )
 
     def _columns(self) -> dict[str, object]:
@@ -197,6 +216,7 @@ class Manifest:
             "format": self.format,
             "guards": self.guards,
             "heads": [base64.b64encode(head).decode() for head in self.heads],
+            "delta": self.delta,
         }
 
 

@@ -36,6 +36,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
 OWN_STEM = "ranks"
 """The first part of the names of files with the ranks' own tensors, instead of ``model``."""
+DELTA_STEM = "delta"
+"""The first part of the names of files with the changes of a delta checkpoint."""
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
@@ -48,7 +50,7 @@ START_BYTES = 16
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, SEAL_NAME, STAGED_NAME))
-_FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
+_FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM}|{DELTA_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
 
 
 def file_name(number: int, num_files: int, stem: str = "model") -> str:

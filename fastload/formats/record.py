@@ -9,6 +9,7 @@ offsets. No block spans two tensors, so that any tensors can be verified without
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
-from fastload.formats.manifest import Manifest
+from fastload.formats.manifest import Delta, Manifest
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
@@ -30,7 +31,11 @@ from fastload.storage.base import Storage
 MAX_RECORD_BYTES = 1 << 30
 CHECKSUM_BYTES = 8
 
-_FORMAT, _VERSION = "fastload", 1
+_FORMAT = "fastload"
+_VERSION, _DELTA_VERSION = 1, 2  # of a complete checkpoint, and of a delta
+_DELTA_KEYS = {"base", "checksums", "digest", "num_deltas"}
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MAX_DELTAS = 1000
 _KEYS = {"block_bytes", "checksum", "files", "format", "metadata", "state", "version"}
 _FILE_KEYS = {"checksums", "header_bytes", "header_checksum", "name", "nbytes"}
 _MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
@@ -69,12 +74,14 @@ class Record:
         files: All files, in name order.
         state: The structure of the state, in JSON types.
         metadata: Text that the user attached.
+        delta: The base, if the files are those of a delta.
     """
 
     block_bytes: int
     files: tuple[RecordedFile, ...]
     state: Any = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    delta: Delta | None = None
 
     def to_bytes(self) -> bytes:
         """Returns the text of the record, the same for equal contents.
@@ -82,9 +89,9 @@ class Record:
         Raises:
             ValueError: `state` has a value that JSON lacks, such as an infinity.
         """
-        body = {
+        body: dict[str, Any] = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _VERSION if self.delta is None else _DELTA_VERSION,
             "block_bytes": self.block_bytes,
             "files": [
                 {
@@ -99,6 +106,8 @@ class Record:
             "state": self.state,
             "metadata": dict(self.metadata),
         }
+        if self.delta is not None:
+            body["delta"] = {**self.delta._asdict(), "checksums": dict(self.delta.checksums)}
         return canonical({**body, "checksum": checksum(canonical(body)).hex()})
 
 
@@ -123,12 +132,15 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
     if "checksum" not in raw:
         raise ManifestError(f"{url}: {_needs(raw)}", is_damage=True)
     take_checksum(raw, url)
-    if raw.get("format") != _FORMAT or raw.get("version") != _VERSION:
-        found = f"format {show(raw.get('format'))}, version {show(raw.get('version'))}"
+    version = raw.get("version")
+    is_known = type(version) is int and _VERSION <= version <= _DELTA_VERSION
+    if raw.get("format") != _FORMAT or not is_known:
+        found = f"format {show(raw.get('format'))}, version {show(version)}"
         raise UnsupportedVersion(
-            f"{url}: {found}: this fastload reads {_FORMAT!r}, version {_VERSION}: update fastload"
+            f"{url}: {found}: this fastload reads {_FORMAT!r}, versions {_VERSION} and {_DELTA_VERSION}: "
+            "update fastload"
         )
-    if raw.keys() != _KEYS - {"checksum"}:
+    if raw.keys() != _KEYS - {"checksum"} | ({"delta"} if version == _DELTA_VERSION else set()):
         raise ManifestError(f"{url}: {_needs(raw)}")
     if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
         raise ManifestError(f"{url}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
@@ -144,7 +156,30 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
     if names != sorted(set(names)):
         raise ManifestError(f"{url}: files are not in name order, each once: {show(names)}")
     metadata = parse_metadata(raw["metadata"], f"{url}: metadata")
-    return Record(raw["block_bytes"], tuple(files), raw["state"], metadata)
+    delta = _parse_delta(raw["delta"], url) if version == _DELTA_VERSION else None
+    return Record(raw["block_bytes"], tuple(files), raw["state"], metadata, delta)
+
+
+def _parse_delta(fields: Any, url: str) -> Delta:
+    if not isinstance(fields, dict) or fields.keys() != _DELTA_KEYS:
+        raise ManifestError(f"{url}: delta needs exactly the keys {sorted(_DELTA_KEYS)}, got {show(fields)}")
+    delta = Delta(**fields)
+    if not isinstance(delta.base, str) or "/" in delta.base or not is_plain_path(delta.base):
+        raise ManifestError(f"{url}: the base is no name of a directory: {show(delta.base)}")
+    if not isinstance(delta.digest, str) or not _DIGEST.fullmatch(delta.digest):
+        raise ManifestError(f"{url}: the digest of the base is not of 32 hex digits: {show(delta.digest)}")
+    if not is_size(delta.num_deltas) or not 0 < delta.num_deltas <= _MAX_DELTAS:
+        raise ManifestError(f"{url}: num_deltas is not from 1 to {_MAX_DELTAS}: {show(delta.num_deltas)}")
+    if not isinstance(delta.checksums, dict):
+        raise ManifestError(f"{url}: checksums of the result are no object: {show(delta.checksums)}")
+    for name, text in delta.checksums.items():
+        try:
+            is_cut = len(unhex(text, "checksums")) % CHECKSUM_BYTES
+        except ValueError as error:
+            raise ManifestError(f"{url}: result {show(name)}: {error}") from None
+        if is_cut:
+            raise ManifestError(f"{url}: result {show(name)}: checksums are not of 16 hex digits each")
+    return delta
 
 
 def _needs(raw: dict[str, Any]) -> str:
@@ -264,6 +299,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         structure=record.state,
         record_digest=xxhash.xxh3_128_hexdigest(text),
         format="fastload",
+        delta=record.delta,
     )
 
 

@@ -17,6 +17,7 @@ from fastload.comm.hosts import machine
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
+from fastload.formats.delta import layered, require_base
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
@@ -58,6 +59,9 @@ class Access:
         holders: The readers of each byte; None if every reader has all of them.
         held: The bytes that this rank has in its own memory; None if no rank has any.
         dequantized: `manifest` with dequantised weights; None without `LoadOptions.dequantize`.
+        deltas: If it is a delta, the files of each delta of its chain, the last one first. `storage` and
+            `manifest` are of the result then.
+        ancestors: The results that the deltas are of, in the same order.
     """
 
     storage: PatientStorage
@@ -70,6 +74,8 @@ class Access:
     holders: Holders | None = None
     held: HeldBytes | None = None
     dequantized: Manifest | None = None
+    deltas: tuple[Access, ...] = ()
+    ancestors: tuple[Manifest, ...] = ()
 
     @property
     def tensors(self) -> Manifest:
@@ -114,13 +120,19 @@ def open_access(
         FastloadError: See `agree_on_access`.
     """
 
-    def connect() -> PatientStorage:
+    def connect(location: Location) -> PatientStorage:
         attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
         storage = open_storage(location, NAMES, storage_options, io=options.io, attempt_s=attempt_s)
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
+    def open_at(location: Location) -> Access:
+        same = {**call, **options.shared_values()}
+        return agree_on_access(world, location.url, partial(connect, location), same, read)
+
     with world.together():
-        access = agree_on_access(world, location.url, connect, {**call, **options.shared_values()}, read)
+        access = open_at(location)
+        if access.manifest.delta is not None:
+            access = _open_bases(access, location, open_at)
         if not (isinstance(options, LoadOptions) and options.dequantize):
             return access
         try:
@@ -128,6 +140,43 @@ def open_access(
         except BaseException:
             access.storage.close()
             raise
+
+
+def _open_bases(access: Access, location: Location, open_at: Callable[[Location], Access]) -> Access:
+    """Opens the bases of a delta, and returns the access to its result.
+
+    Raises:
+        FastloadError: A base is missing, was replaced, or cannot be opened.
+    """
+    chain = [access]
+    try:
+        while (delta := chain[-1].manifest.delta) is not None:
+            location = location.sibling(delta.base)
+            try:
+                chain.append(open_at(location))
+            except CheckpointNotFound as missing:
+                url = chain[-1].manifest.url
+                raise IncompleteCheckpoint(f"{url}: a delta of {location}: {missing}") from None
+            require_base(chain[-2].manifest, chain[-1].manifest)
+        ancestors, result, storage = list[Manifest](), chain[-1].manifest, chain[-1].storage
+        for each in reversed(chain[:-1]):
+            ancestors.append(result)
+            result, storage = layered([(result, storage), (each.manifest, each.storage)])
+    except BaseException:
+        for each in chain:
+            each.storage.close()
+        raise
+    notes = {rank: note for each in reversed(chain) for rank, note in each.notes.items()}
+    return replace(
+        access,
+        storage=storage,
+        manifest=result,
+        readers=tuple(sorted(set(access.readers).intersection(*(each.readers for each in chain)))),
+        notes=notes,
+        shared=any(each.shared for each in chain),
+        deltas=tuple(chain[:-1]),
+        ancestors=tuple(reversed(ancestors)),
+    )
 
 
 def _dequantized(world: World, access: Access) -> Manifest:

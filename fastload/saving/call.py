@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastload.comm.group import meet
@@ -16,7 +17,15 @@ from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import BufferPool, buffer_pool
-from fastload.storage import Location, Target, locate, name_of, open_target
+from fastload.storage import (
+    Location,
+    PatientStorage,
+    Target,
+    locate,
+    name_of,
+    open_storage,
+    open_target,
+)
 from fastload.storage.base import Names
 
 _MAX_ATTEMPT_S = 30.0  # a request that takes longer has stalled
@@ -38,6 +47,7 @@ class SaveCall:
         pool: Lends the memory of its snapshot.
         queued: Its place among the saves of a training; None to write at once.
         names: The names of files, and which ones may be replaced.
+        find_base: Returns, on rank 0, the base to save a delta of, or None; None to save a complete one.
     """
 
     world: World
@@ -51,6 +61,7 @@ class SaveCall:
     pool: BufferPool = buffer_pool
     queued: QueuedSave | None = None
     names: Names = NAMES
+    find_base: Callable[[], Location | None] | None = None
 
     @property
     def url(self) -> str:
@@ -79,6 +90,13 @@ class SaveCall:
             retries=options.retries,
         )
 
+    def open_storage(self, location: Location) -> PatientStorage:
+        """Opens read access to another checkpoint, without a request to storage."""
+        options, patience_s = self.options, self.world.patience_s
+        attempt_s = min(_MAX_ATTEMPT_S, patience_s / 6)
+        storage = open_storage(location, NAMES, self.storage_options, attempt_s=attempt_s)
+        return PatientStorage(storage, retries=options.retries, timeout_s=patience_s / 2)
+
     def tell(self, report: SaveReport) -> None:
         """Calls `on_report`."""
         if self.options.on_report is not None:
@@ -95,6 +113,7 @@ def make_call(
     raise_earlier: Callable[[], None] | None,
     queued: QueuedSave | None = None,
     names: Names = NAMES,
+    find_base: Callable[[], Location | None] | None = None,
 ) -> SaveCall:
     """Meets the other ranks for a save. Arguments are those of `fastload.save`, or attributes of the call.
 
@@ -113,6 +132,8 @@ def make_call(
         timeout_s=lambda ready: ready[2].timeout_s,
         default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
     )
+    if find_base is None and chosen.base is not None:
+        find_base = partial(locate, chosen.base)
     return SaveCall(
         world,
         location,
@@ -125,4 +146,5 @@ def make_call(
         pool=queued.queue.pool if queued is not None else buffer_pool,
         queued=queued,
         names=names,
+        find_base=find_base,
     )

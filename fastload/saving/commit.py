@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from fastload.errors import StorageError
+from fastload.formats.manifest import Delta
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.saving.call import SaveCall
@@ -15,7 +16,13 @@ from fastload.saving.plan import SavePlan
 from fastload.saving.write import WriteReceipt, WriteResult, collect_receipts
 
 
-def commit(call: SaveCall, plan: SavePlan, result: WriteResult, metadata: Mapping[str, str]) -> PerRankFiles:
+def commit(
+    call: SaveCall,
+    plan: SavePlan,
+    result: WriteResult,
+    metadata: Mapping[str, str],
+    delta: Delta | None = None,
+) -> PerRankFiles:
     """Writes the index, the ranks' own values and the commit record, and publishes the checkpoint.
 
     Args:
@@ -23,6 +30,7 @@ def commit(call: SaveCall, plan: SavePlan, result: WriteResult, metadata: Mappin
         plan: Its plan.
         result: What the ranks have written.
         metadata: The user's text.
+        delta: The base, if the files are those of a delta.
 
     Returns:
         The files with the ranks' own values.
@@ -42,6 +50,7 @@ def commit(call: SaveCall, plan: SavePlan, result: WriteResult, metadata: Mappin
         ),
         state=structure,
         metadata=metadata,
+        delta=delta,
     )
     small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
     small_files += zip((file.name for file in own.files), own.contents, strict=True)

@@ -98,8 +98,16 @@ class SavePlan:
     target: Target
 
 
-def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePlan:
+def make_plan(
+    call: SaveCall, state: RankState, agreed: SaveAgreement, target: Target | None = None
+) -> SavePlan:
     """Makes this rank's plan, without communication.
+
+    Args:
+        call: The save.
+        state: The state.
+        agreed: The agreement of the ranks.
+        target: The target, if it is open; then the plan is for this state alone, and is not kept.
 
     Raises:
         OptionError: The URL cannot be written to, a package for it is not installed, or `staging_bytes` is
@@ -107,7 +115,8 @@ def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePl
     """
     options, layout, rank = call.options, state.layout, call.world.rank
     groups = _groups(call, agreed)
-    target = call.open_target()
+    is_kept = target is None
+    target = target or call.open_target()
     align_bytes = target.align_bytes(max(file.nbytes for file in layout.files))
     depths = StagingDepths(options.write_threads + 1)
     if not agreed.shard_map.is_replicated:
@@ -121,8 +130,9 @@ def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePl
     plan = _last.get(key)
     if plan is None:
         plan = _plan(layout, agreed.shard_map, rank, groups, *lengths)
-        _last.clear()
-        _last[key] = plan
+        if is_kept:
+            _last.clear()
+            _last[key] = plan
     [group] = [group for group in groups if rank in group.members]
     return SavePlan(state, group, *plan, depths, target)
 

@@ -21,6 +21,7 @@ from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import SaveAgreement, agree, has_to_meet, predict
 from fastload.saving.call import SaveCall, make_call
 from fastload.saving.commit import commit
+from fastload.saving.delta import DeltaPlan, plan_delta
 from fastload.saving.describe import describe
 from fastload.saving.handle import SaveHandle, in_doubt, raise_unseen
 from fastload.saving.overlap import OverlappedSnapshot
@@ -221,23 +222,32 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     """Writes the files, and publishes the checkpoint."""
     world, plan = call.world, begun.plan
     call.tracing.synchronize(agreed.hosts)
-    written = write(call, plan, begun.snapshot, open_pending(call, plan))
-    publishing = partial(_publish, call, begun, written, agreed.metadata, waited_s)
+    changes, snapshot = plan_delta(call, plan, begun.snapshot, agreed), begun.snapshot
+    if changes.plan is not None:
+        plan, snapshot = changes.plan, None
+    written = write(call, plan, snapshot, open_pending(call, plan))
+    publishing = partial(_publish, call, begun, plan, changes, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
     call.tracing.write({"what": call.what, "nbytes": plan.state.layout.nbytes})
     world.acknowledge()
-    return _report(call, plan, published)
+    return _report(call, plan, changes, published)
 
 
 def _publish(
-    call: SaveCall, begun: BegunSave, written: WriteResult, metadata: Mapping[str, str], waited_s: float
+    call: SaveCall,
+    begun: BegunSave,
+    plan: SavePlan,
+    changes: DeltaPlan,
+    written: WriteResult,
+    metadata: Mapping[str, str],
+    waited_s: float,
 ) -> dict[str, Any]:
     """Commits the checkpoint if this rank is a leader; returns the rank's report."""
-    world, plan = call.world, begun.plan
+    world = call.world
     began = time.perf_counter()
     own = PerRankFiles()
     if world.rank == plan.group.leader:
-        own = commit(call, plan, written, metadata)
+        own = commit(call, plan, written, metadata, changes.delta)
         call.tracing.add("commit", began)
     call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()
@@ -249,7 +259,7 @@ def _publish(
         bytes_sent=sum(message.nbytes for message in plan.messages.outgoing),
         stall_s=begun.stall_s + held_s if begun.stall_s is not None else now - call.began,
         snapshot_wait_s=held_s,
-        snapshot_s=plan.state.reader.watch.seconds,
+        snapshot_s=begun.plan.state.reader.watch.seconds,
         waited_s=waited_s,
         write_s=written.write_s,
         flush_s=written.flush_s,
@@ -260,7 +270,9 @@ def _publish(
     return {"rank": Each(rank.pack()), "own": sizes}
 
 
-def _report(call: SaveCall, plan: SavePlan, published: Sequence[dict[str, Any]]) -> SaveReport:
+def _report(
+    call: SaveCall, plan: SavePlan, changes: DeltaPlan, published: Sequence[dict[str, Any]]
+) -> SaveReport:
     """Merges the reports of all ranks."""
     layout, own = plan.state.layout, published[0]["own"]  # the same on each leader
     return SaveReport(
@@ -271,6 +283,8 @@ def _report(call: SaveCall, plan: SavePlan, published: Sequence[dict[str, Any]])
         block_bytes=layout.block_bytes,
         num_writers=len(plan.group.writers),
         num_copies=plan.group.num_copies,
+        base=changes.base,
+        why_complete=changes.why_complete,
         came_instead_of=call.queued.replaced_urls() if call.queued is not None else (),
         ranks=Reports(SaveRankReport, published[0]["rank"]),
     )

@@ -109,6 +109,13 @@ class StateReader:
         self._shards = shards
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
 
+    @classmethod
+    def of_parts(cls, layout: Layout, parts: Mapping[str, list[tuple[Box, Tensor]]]) -> StateReader:
+        """Returns a reader of parts of tensors, each with its box, in host memory."""
+        reader = cls(layout, {})
+        reader._parts = dict(parts)
+        return reader
+
     def with_layout(self, layout: Layout) -> StateReader:
         """Returns a reader of the same tensors in another layout."""
         return self._changed(layout, self._tensors)
@@ -216,8 +223,8 @@ class StateReader:
     def _view(self, number: int, box: Box) -> Tensor:
         """Returns a box of a tensor, by its number in `Layout.space`."""
         name = self._layout.space.ranges[number].name
-        tensor = self._tensors[name]
-        if not is_dtensor(tensor) and box.sizes == tensor.shape:
+        tensor = self._tensors.get(name)
+        if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
             return tensor
         for held, view in self._parts_of(name):
             if held == box:

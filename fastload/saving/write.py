@@ -76,11 +76,7 @@ def open_pending(call: SaveCall, plan: SavePlan) -> PendingFiles:
     what = f"preparing to save to {target.url}"
     try:
         ranks = world.agree(what, prepare)
-        if any(each["exchanges"] for each in ranks):
-            accept_offers(world, what, wire, [each["offer"] for each in ranks])
-        elif wire is not None:
-            wire.close(keep=True)
-            wire = None
+        wire = _accept(world, what, wire, ranks)
         tickets = [each["ticket"] for each in ranks]
         join = _nothing if leads else partial(_join, call, target, tickets[group.leader], group.leader)
         if group.num_copies > 1:
@@ -92,6 +88,30 @@ def open_pending(call: SaveCall, plan: SavePlan) -> PendingFiles:
             wire.close(keep=False)
         raise
     return PendingFiles(wire, join)
+
+
+def connect(call: SaveCall, plan: SavePlan) -> Wire | None:
+    """Prepares connections to other ranks, without files; None if no rank needs bytes from another one."""
+    world, what = call.world, f"{call.what}: connecting the ranks"
+    if not plan.depths.exchanges:
+        return None
+    wire = Wire(world, range(world.size), plan.messages.partners)
+    try:
+        ranks = world.agree(what, lambda: {"exchanges": bool(plan.messages.outgoing), "offer": wire.offer()})
+        return _accept(world, what, wire, ranks)
+    except BaseException:
+        wire.close(keep=False)
+        raise
+
+
+def _accept(world: World, what: str, wire: Wire | None, ranks: Sequence[Mapping[str, Any]]) -> Wire | None:
+    """Accepts the addresses of the others; closes the connections if no rank needs bytes from another one."""
+    if any(each["exchanges"] for each in ranks):
+        accept_offers(world, what, wire, [each["offer"] for each in ranks])
+    elif wire is not None:
+        wire.close(keep=True)
+        wire = None
+    return wire
 
 
 def _nothing() -> None:

@@ -91,6 +91,15 @@ class Location:
             self, url=f"{self.url.rstrip('/')}/{name}", given=f"{self.given}/{name}", address=address
         )
 
+    def sibling(self, name: str) -> Location:
+        """Returns the location of a name next to this one; next to the target of a link."""
+        path, mark, query = self._parts()
+        if not self.scheme:
+            return locate(os.path.join(os.path.dirname(os.path.realpath(path)), name))
+        parent = path.rstrip("/").rpartition("/")[0]
+        step = quote(name) if self.scheme in HTTP else name
+        return locate(f"{parent}/{step}{mark}{query}")
+
     @property
     def query(self) -> str:
         """The query of an HTTP URL."""

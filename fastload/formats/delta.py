@@ -1,0 +1,593 @@
+"""Delta checkpoints: the elements in which a checkpoint differs from another one, its base.
+
+A delta has up to three tensors for each tensor T of its base; none if T is unchanged. T is cut into segments
+of `segment_elements`::
+
+    T.counts    I32, for each segment the number of changed elements
+    T.indices   U16, for each changed element its index in its segment, ascending; none for a segment in
+                which the count is that of all elements
+    T.values    the new elements, in the order of T
+
+The commit record names the base, and has the checksums of the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastload.errors import ChecksumError, ManifestError
+from fastload.formats.dtypes import DTYPES
+from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
+from fastload.formats.names import OWN_STEM, SUFFIX
+from fastload.formats.open import read_manifest
+from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.untrusted import show
+from fastload.geometry.blocks import Blocks, num_blocks
+from fastload.geometry.ranges import Space
+from fastload.storage import FileStat, Location, PatientStorage
+
+COUNTS, INDICES, VALUES = ".counts", ".indices", ".values"
+
+_MAX_SEGMENT_ELEMENTS = 1 << 15  # so that a piece has complete segments
+PIECE_BYTES = 256 << 10
+"""Most bytes to compare at once: torch splits larger operations over threads, which wait for each other."""
+_INDEX_BYTES = 2
+_COUNT_BYTES = 4
+_WORD_BYTES = 8
+_CACHE_BYTES = 8 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def element_bytes(dtype: str) -> int:
+    """Returns the length of an element that a delta replaces; 1 for dtypes of less than a byte."""
+    bits = DTYPES[dtype][0]
+    return bits // 8 if bits % 8 == 0 else 1
+
+
+def values_dtype(dtype: str) -> str:
+    """Returns the safetensors dtype of the values."""
+    return dtype if DTYPES[dtype][0] % 8 == 0 else "U8"
+
+
+def segment_elements(block_bytes: int, itemsize: int) -> int:
+    """Returns the length of a segment: 32,768 elements, or a checksum block if that is shorter."""
+    return min(_MAX_SEGMENT_ELEMENTS, block_bytes // itemsize)
+
+
+def fits_deltas(block_bytes: int) -> bool:
+    """Whether checksum blocks of this length consist of complete segments."""
+    return block_bytes >= 8 and not block_bytes & (block_bytes - 1)
+
+
+class PieceChanges(NamedTuple):
+    """The changes within some segments of a tensor.
+
+    Attributes:
+        counts: As in the file; flat, int32.
+        indices: As in the file; flat, int16 with the bits of U16.
+        values: As in the file; flat, integers of the length of an element.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    values: Tensor
+
+
+def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChanges | None:
+    """Returns the elements that differ in some segments; None if none does.
+
+    Args:
+        new: The bytes of the segments, at most `PIECE_BYTES`; flat uint8.
+        old: Those of the base.
+        itemsize: Length of an element in bytes.
+        segment: Elements of a segment.
+    """
+    changed = _changed(new, old, itemsize)
+    if not len(changed):
+        return None
+    elements = new.view(_BITS[itemsize])
+    counts = torch.bincount(changed >> _log2(segment), minlength=num_blocks(len(elements), segment))
+    rest = len(elements) - (len(counts) - 1) * segment
+    dense = [
+        count * (_INDEX_BYTES + itemsize) >= length * itemsize
+        for count, length in zip(counts.tolist(), [segment] * (len(counts) - 1) + [rest], strict=True)
+    ]
+    positions = changed
+    if any(dense):
+        is_dense = torch.tensor(dense)
+        lengths = _lengths(len(elements), segment, 0, len(counts))
+        sparse = changed[~is_dense[changed >> _log2(segment)]]
+        replaced = torch.repeat_interleave(is_dense, lengths)
+        replaced[sparse] = True
+        positions, changed = torch.nonzero(replaced).flatten(), sparse
+        counts = torch.where(is_dense, lengths, counts)
+    indices = (changed & (segment - 1)).to(torch.int16)
+    return PieceChanges(counts.to(torch.int32), indices, elements[positions])
+
+
+def _changed(new: Tensor, old: Tensor, itemsize: int) -> Tensor:
+    """Returns the numbers of the elements that differ, ascending."""
+    words_end, bits = len(new) // _WORD_BYTES * _WORD_BYTES, _log2(_WORD_BYTES // itemsize)
+    differing = new[:words_end].view(torch.int64) ^ old[:words_end].view(torch.int64)
+    words = torch.nonzero(differing).flatten()
+    within = torch.nonzero(differing[words].view(_BITS[itemsize])).flatten()
+    changed = (words[within >> bits] << bits) + (within & ((1 << bits) - 1))
+    if words_end == len(new):
+        return changed
+    rest = new[words_end:].view(_BITS[itemsize]) != old[words_end:].view(_BITS[itemsize])
+    return torch.cat([changed, torch.nonzero(rest).flatten() + words_end // itemsize])
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def decode(counts: Tensor, indices: Tensor, lengths: Tensor, segment: int) -> Tensor:
+    """Returns the position of each value, counted from the first of some segments.
+
+    Args:
+        counts: Of these segments; any integers.
+        indices: Of these segments; int16 with the bits of U16.
+        lengths: Elements of each.
+        segment: Elements of any but the last.
+    """
+    counts = counts.to(torch.int64)
+    starts = torch.arange(len(counts)) * segment
+    dense = counts == lengths
+    below = indices.to(torch.int64) & 0xFFFF
+    if not bool(dense.any()):
+        return torch.repeat_interleave(starts, counts) + below
+    positions = torch.empty(int(counts.sum()), dtype=torch.int64)
+    is_dense = torch.repeat_interleave(dense, counts)
+    positions[~is_dense] = torch.repeat_interleave(starts[~dense], counts[~dense]) + below
+    sizes = counts[dense]
+    firsts = starts[dense] - (torch.cumsum(sizes, 0) - sizes)
+    positions[is_dense] = torch.repeat_interleave(firsts, sizes) + torch.arange(int(sizes.sum()))
+    return positions
+
+
+def _lengths(num_elements: int, segment: int, first: int, end: int) -> Tensor:
+    """Returns the number of elements of some segments of a tensor."""
+    starts = torch.arange(first, end) * segment
+    return (num_elements - starts).clamp(max=segment)
+
+
+class Changes(NamedTuple):
+    """The stored tensors of one changed tensor.
+
+    Attributes:
+        tensor: The tensor of the result.
+        counts: Its counts.
+        indices: Its indices.
+        values: Its values.
+    """
+
+    tensor: TensorEntry
+    counts: TensorEntry
+    indices: TensorEntry
+    values: TensorEntry
+
+    @property
+    def itemsize(self) -> int:
+        """Length of an element in bytes."""
+        return element_bytes(self.tensor.dtype)
+
+
+class SegmentTable(NamedTuple):
+    """Where the changes of each segment of a tensor are.
+
+    Attributes:
+        segment: Elements of a segment.
+        lengths: Elements of each segment.
+        counts: Values of each segment.
+        value_starts: Number of the first value of each segment, and of all values.
+        index_starts: Likewise of the indices.
+    """
+
+    segment: int
+    lengths: Tensor
+    counts: Tensor
+    value_starts: Tensor
+    index_starts: Tensor
+
+    @classmethod
+    def of(cls, changes: Changes, block_bytes: int, counts: Tensor, url: str) -> SegmentTable:
+        """Makes the table from the counts, which are untrusted.
+
+        Raises:
+            ManifestError: They contradict the shapes of the other tensors.
+        """
+        segment = segment_elements(block_bytes, changes.itemsize)
+        num_elements = changes.tensor.nbytes // changes.itemsize
+        lengths = _lengths(num_elements, segment, 0, len(counts))
+        counts = counts.to(torch.int64)
+        num_indices = torch.where(counts == lengths, 0, counts)
+        zero = torch.zeros(1, dtype=torch.int64)
+        table = cls(
+            segment,
+            lengths,
+            counts,
+            torch.cat([zero, torch.cumsum(counts, 0)]),
+            torch.cat([zero, torch.cumsum(num_indices, 0)]),
+        )
+        is_valid = bool(((counts >= 0) & (counts <= lengths)).all())
+        totals = [int(table.value_starts[-1]), int(table.index_starts[-1])]
+        if not is_valid or totals != [changes.values.shape[0], changes.indices.shape[0]]:
+            raise ManifestError(
+                f"{url}: the counts of {show(changes.tensor.name)} contradict its indices and values"
+            )
+        return table
+
+    def within(self, first: int, last: int) -> range:
+        """Returns the segments with elements from `first` to before `last`."""
+        return range(first // self.segment, num_blocks(last, self.segment))
+
+    def positions(self, segments: range, indices: Tensor, url: str) -> Tensor:
+        """Returns the elements of the tensor that the values of some segments replace.
+
+        Raises:
+            ManifestError: An index is out of bounds.
+        """
+        within = slice(segments.start, segments.stop)
+        found = decode(self.counts[within], indices, self.lengths[within], self.segment)
+        num_elements = int(self.lengths[within].sum())
+        if len(found) and int(found.max()) >= num_elements:
+            raise ManifestError(f"{url}: an index of a change is out of bounds")
+        return found + segments.start * self.segment
+
+
+def find_changes(base: Manifest, stored: Manifest) -> dict[str, Changes]:
+    """Pairs the tensors of a delta with those of its base.
+
+    Raises:
+        ManifestError: They do not fit each other.
+    """
+    found: dict[str, Changes] = {}
+    others = {entry.name for entry in stored.tensors if not _is_own(stored, entry)}
+    for entry in base.tensors:
+        names = [entry.name + ending for ending in (COUNTS, INDICES, VALUES)]
+        if _is_own(base, entry) or names[0] not in others:
+            continue
+        parts = [stored.by_name.get(name) for name in names]
+        itemsize = element_bytes(entry.dtype)
+        num_segments = num_blocks(entry.nbytes, segment_elements(stored.block_bytes, itemsize) * itemsize)
+        specs = [(part.dtype, len(part.shape)) for part in parts if part is not None]
+        if specs != [("I32", 1), ("U16", 1), (values_dtype(entry.dtype), 1)] or (
+            parts[0] is not None and parts[0].shape != (num_segments,)
+        ):
+            raise ManifestError(f"{stored.url}: the changes of tensor {show(entry.name)} do not fit it")
+        found[entry.name] = Changes(entry, *parts)  # type: ignore[arg-type]
+        others.difference_update(names)
+    if others:
+        raise ManifestError(f"{stored.url}: no changes of a tensor of the base: {show(sorted(others))}")
+    return found
+
+
+def _is_own(manifest: Manifest, entry: TensorEntry) -> bool:
+    """Whether a tensor is in a file of `PerRank` values, which each checkpoint has of its own."""
+    return is_own_file(manifest.files[entry.file].name)
+
+
+def is_own_file(name: str) -> bool:
+    return name == f"{OWN_STEM}{SUFFIX}" or name.startswith(f"{OWN_STEM}-")
+
+
+def require_base(stored: Manifest, base: Manifest) -> None:
+    """Requires that a checkpoint is the base of a delta.
+
+    Raises:
+        ManifestError: It is another one.
+    """
+    assert stored.delta is not None
+    num_deltas = base.delta.num_deltas if base.delta is not None else 0
+    if base.record_digest != stored.delta.digest or num_deltas + 1 != stored.delta.num_deltas:
+        raise ManifestError(
+            f"{stored.url}: a delta of the checkpoint with digest {stored.delta.digest}, and {base.url} has "
+            f"digest {base.record_digest or 'none'}: its base was replaced",
+            is_damage=True,
+        )
+
+
+def result_of(base: Manifest, stored: Manifest) -> Manifest:
+    """Returns the manifest of the result of a delta: the files and tensors that a complete checkpoint has.
+
+    Args:
+        base: The base; if it is a delta, its result.
+        stored: The files of the delta.
+
+    Raises:
+        ManifestError: They do not fit each other.
+    """
+    require_base(stored, base)
+    delta = stored.delta
+    assert delta is not None
+    if not fits_deltas(stored.block_bytes):
+        raise ManifestError(f"{stored.url}: a delta with checksum blocks of {stored.block_bytes} bytes")
+    made = {file.name: number for number, file in enumerate(base.files) if not is_own_file(file.name)}
+    if made.keys() != delta.checksums.keys():
+        raise ManifestError(
+            f"{stored.url}: its result has files {show(sorted(delta.checksums))}, "
+            f"those of its base are {show(sorted(made))}"
+        )
+    wanted = dict.fromkeys(made.values(), 0)
+    for entry in base.tensors:
+        if entry.file in wanted:
+            wanted[entry.file] += num_blocks(entry.nbytes, stored.block_bytes)
+    files: list[FileEntry] = []
+    numbers: dict[int, int] = {}
+    for name, number in made.items():
+        checksums = bytes.fromhex(delta.checksums[name])
+        if len(checksums) != wanted[number] * CHECKSUM_BYTES:
+            raise ManifestError(f"{stored.url}: the checksums of {show(name)} are not of {wanted[number]} blocks")
+        numbers[number] = len(files)
+        files.append(replace(base.files[number], version="", checksums=checksums))
+    tensors = [replace(entry, file=numbers[entry.file]) for entry in base.tensors if entry.file in numbers]
+    for number, file in enumerate(stored.files):
+        if is_own_file(file.name):
+            own = [entry for entry in stored.tensors if entry.file == number]
+            tensors += [replace(entry, file=len(files)) for entry in own]
+            files.append(file)
+    return replace(stored, files=tuple(files), tensors=tuple(in_order(tensors)))
+
+
+class DeltaStorage(PatientStorage):
+    """The files of the result of a delta: those of the base, with the changes in place.
+
+    The blocks of the delta are verified when they are read.
+
+    Args:
+        base: Reads the base.
+        base_manifest: The base; if it is a delta, its result.
+        stored: Reads the files of the delta.
+        stored_manifest: The files of the delta.
+        result: See `result_of`.
+
+    Raises:
+        ManifestError: The tensors of the delta do not fit those of the base.
+    """
+
+    def __init__(
+        self,
+        base: PatientStorage,
+        base_manifest: Manifest,
+        stored: PatientStorage,
+        stored_manifest: Manifest,
+        result: Manifest,
+    ) -> None:
+        super().__init__(stored, retries=0, timeout_s=0.0)
+        self._base = base
+        self._stored = stored
+        self._versions = {file.name: file.version for file in base_manifest.files}
+        self._sizes = {file.name: file.nbytes for file in result.files if not is_own_file(file.name)}
+        self._numbers = {file.name: number for number, file in enumerate(result.files)}
+        self._tensors = Space([entry for entry in result.tensors if entry.nbytes])
+        self._changes = ChangesReader(stored, stored_manifest, find_changes(base_manifest, stored_manifest))
+
+    @property
+    def shared(self) -> bool:
+        return self._base.shared or self._stored.shared
+
+    @property
+    def in_order(self) -> bool:
+        return self._base.in_order or self._stored.in_order
+
+    @property
+    def bytes_read(self) -> int:
+        return self._base.bytes_read + self._stored.bytes_read
+
+    @property
+    def direct_bytes_read(self) -> int:
+        return self._base.direct_bytes_read + self._stored.direct_bytes_read
+
+    @property
+    def num_retries(self) -> int:
+        return self._base.num_retries + self._stored.num_retries
+
+    def stat(self, name: str) -> FileStat | None:
+        if name in self._sizes:
+            return FileStat(self._sizes[name], "")
+        return self._stored.stat(name)
+
+    def list(self) -> list[str] | None:
+        return self._stored.list()
+
+    def map(self, name: str) -> None:
+        return None
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
+        if name not in self._sizes:
+            self._stored.read_into(name, offset, buffers, version, via_cache)
+            return
+        self._base.read_into(name, offset, buffers, self._versions[name], via_cache)
+        for buffer in buffers:
+            for entry, begin, end in self._within(self._numbers[name], offset, offset + len(buffer)):
+                first = entry.offset + begin - offset
+                self._changes.apply(entry.name, begin, end, buffer[first : first + end - begin])
+            offset += len(buffer)
+
+    def _within(self, file: int, begin: int, end: int) -> Iterator[tuple[TensorEntry, int, int]]:
+        """Yields the tensors in a part of a file, each with the range of its bytes."""
+        tensors = self._tensors.ranges
+        for number in range(max(0, self._tensors.find(file, begin)), len(tensors)):
+            entry = tensors[number]
+            if (entry.file, entry.offset) >= (file, end):
+                return
+            first, last = max(0, begin - entry.offset), min(entry.nbytes, end - entry.offset)
+            if entry.file == file and first < last:
+                yield entry, first, last
+
+    def stop(self) -> None:
+        super().stop()
+        self._base.stop()
+        self._stored.stop()
+
+    def close(self) -> None:
+        self._base.close()
+        self._stored.close()
+
+
+class ChangesReader:
+    """Reads changes from the files of a delta, and verifies the blocks it reads. Thread-safe.
+
+    Args:
+        storage: Reads the files of the delta.
+        manifest: The files of the delta.
+        changes: The changed tensors, by name.
+    """
+
+    def __init__(self, storage: PatientStorage, manifest: Manifest, changes: dict[str, Changes]) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._changes = changes
+        extents = Space([entry for entry in manifest.tensors if entry.nbytes])
+        self._blocks = Blocks(extents, manifest.block_bytes)
+        self._firsts = [
+            self._blocks.firsts[extents.find(file, -1) + 1] for file in range(len(manifest.files))
+        ]
+        self._lock = threading.Lock()
+        self._tables: dict[str, SegmentTable] = {}
+        self._cache: OrderedDict[tuple[int, int], bytearray] = OrderedDict()
+        self._cached_bytes = 0
+
+    def apply(self, name: str, begin: int, end: int, data: memoryview) -> None:
+        """Replaces the changed elements in a byte range of a tensor of the base.
+
+        Raises:
+            ChecksumError: A block of the delta is damaged.
+            ManifestError: The changes are malformed.
+            StorageError: Storage failed.
+        """
+        changes = self._changes.get(name)
+        if changes is None:
+            return
+        size, table = changes.itemsize, self._table(changes)
+        first, last = begin // size, num_blocks(end, size)
+        segments = table.within(first, last)
+        starts = [int(table.value_starts[at]) for at in (segments.start, segments.stop)]
+        if starts[0] == starts[1]:
+            return
+        of_indices = [int(table.index_starts[at]) for at in (segments.start, segments.stop)]
+        indices = self._read(changes.indices, _INDEX_BYTES, *of_indices)
+        values = self._read(changes.values, size, *starts).view(_BITS[size])
+        positions = table.positions(segments, indices.view(torch.int16), self._manifest.url)
+        here = (positions >= first) & (positions < last)
+        positions, values = positions[here], values[here]
+        into = torch.frombuffer(data, dtype=torch.uint8)
+        if begin % size or end % size or into.data_ptr() % size:  # by bytes
+            spread = (positions * size - begin).unsqueeze(1) + torch.arange(size)
+            bits = values.view(torch.uint8).view(-1, size)
+            inside = (spread >= 0) & (spread < len(into))
+            into[spread[inside]] = bits[inside]
+        else:
+            into.view(_BITS[size])[positions - first] = values
+
+    def _table(self, changes: Changes) -> SegmentTable:
+        name = changes.tensor.name
+        if name not in self._tables:
+            counts = self._read(changes.counts, _COUNT_BYTES, 0, changes.counts.shape[0]).view(torch.int32)
+            self._tables[name] = SegmentTable.of(
+                changes, self._manifest.block_bytes, counts, self._manifest.url
+            )
+        return self._tables[name]
+
+    def _read(self, entry: TensorEntry, size: int, first: int, last: int) -> Tensor:
+        """Reads elements of a stored tensor, in complete blocks; flat uint8."""
+        begin, end, length = first * size, last * size, self._manifest.block_bytes
+        data = bytearray(end - begin)
+        for number in range(begin // length, num_blocks(end, length)):
+            start = number * length
+            block = self._block(entry, start)
+            lower, upper = max(begin, start), min(end, start + len(block))
+            data[lower - begin : upper - begin] = block[lower - start : upper - start]
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def _block(self, entry: TensorEntry, start: int) -> bytearray:
+        key = entry.file, entry.offset + start
+        with self._lock:
+            if (known := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return known
+        block = self._read_block(entry, start)
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = block
+                self._cached_bytes += len(block)
+            while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+                self._cached_bytes -= len(self._cache.popitem(last=False)[1])
+        return block
+
+    def _read_block(self, entry: TensorEntry, start: int) -> bytearray:
+        file = self._manifest.files[entry.file]
+        found = self._blocks.at(entry.file, entry.offset + start)
+        assert found is not None
+        number = found.number - self._firsts[entry.file]
+        expected = file.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+        data = bytearray(found.nbytes)
+        for _ in range(2):  # again, in case it was damaged on the way
+            self._storage.read_into(file.name, found.offset, [memoryview(data)], file.version)
+            if checksum(data) == expected:
+                return data
+        text = (
+            f"{self._manifest.url.rstrip('/')}/{file.name}: block {number} "
+            f"[bytes {found.offset}-{found.offset + found.nbytes}] of tensor {show(entry.name)}: checksum "
+            f"{expected.hex()} expected, {checksum(data).hex()} found"
+        )
+        raise ChecksumError(f"damaged: {text}", (text,))
+
+
+def read_chain(location: Location, connect: Callable[[Location], PatientStorage]) -> list[Manifest]:
+    """Reads the files of a checkpoint and, if it is a delta, of its base, and so on.
+
+    Args:
+        location: The checkpoint.
+        connect: Opens a storage.
+
+    Returns:
+        The manifests, that of the complete checkpoint last.
+
+    Raises:
+        CheckpointNotFound: A base is missing.
+        CheckpointError: A checkpoint is incomplete or malformed, or a base was replaced.
+        StorageError: Storage failed.
+    """
+    found: list[Manifest] = []
+    while True:
+        with closing(connect(location)) as storage:
+            found.append(read_manifest(storage, exact=True))
+        if len(found) > 1:
+            require_base(found[-2], found[-1])
+        if (delta := found[-1].delta) is None:
+            return found
+        location = location.sibling(delta.base)
+
+
+def layered(chain: Sequence[tuple[Manifest, PatientStorage]]) -> tuple[Manifest, PatientStorage]:
+    """Returns the result of a chain of deltas, and the storage that its files are read from.
+
+    Args:
+        chain: The complete checkpoint, and the files of each delta after it.
+
+    Raises:
+        ManifestError: They do not fit each other.
+    """
+    manifest, storage = chain[0]
+    for stored, of_delta in chain[1:]:
+        result = result_of(manifest, stored)
+        storage = DeltaStorage(storage, manifest, of_delta, stored, result)
+        manifest = result
+    return manifest, storage

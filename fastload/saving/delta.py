@@ -1,0 +1,562 @@
+"""Delta saves: the ranks compare what they would write with the base, and save the changes instead.
+
+Each rank reads the bytes of the base at the places of its share, block by block. The changes that the ranks
+find are one-dimensional tensors, of which each rank has parts: the rest is a sharded save of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fastload.base.memory import host_bytes
+from fastload.base.threads import Workers
+from fastload.errors import CheckpointError, OptionError, StorageError
+from fastload.formats.delta import (
+    COUNTS,
+    INDICES,
+    PIECE_BYTES,
+    VALUES,
+    PieceChanges,
+    element_bytes,
+    encode,
+    fits_deltas,
+    is_own_file,
+    layered,
+    read_chain,
+    segment_elements,
+    values_dtype,
+)
+from fastload.formats.manifest import Delta, Manifest, TensorEntry
+from fastload.formats.names import DELTA_STEM, RECORD_NAME
+from fastload.formats.record import CHECKSUM_BYTES, checksum, record_digest
+from fastload.formats.safetensors.header import LENGTH_BYTES
+from fastload.geometry.blocks import Block, num_blocks
+from fastload.geometry.box import Box
+from fastload.saving.agree import SaveAgreement
+from fastload.saving.call import SaveCall
+from fastload.saving.exchange import PartAssembler
+from fastload.saving.layout import HEADER_METADATA, FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.plan import SavePlan, make_plan
+from fastload.saving.shard_map import ShardMap
+from fastload.saving.snapshot import Snapshot, StateReader
+from fastload.saving.split import WriterShare
+from fastload.saving.write import connect
+from fastload.storage import Location, PatientStorage
+
+_ROW_WORDS = 4  # of a block: number, checksum, values, indices
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base of a delta, open on this rank.
+
+    Attributes:
+        name: Name of its directory.
+        manifest: Its files and tensors; if it is a delta, of its result.
+        storage: Reads them.
+    """
+
+    name: str
+    manifest: Manifest
+    storage: PatientStorage
+
+    @property
+    def num_deltas(self) -> int:
+        """Number of deltas from the first complete checkpoint to it."""
+        return self.manifest.delta.num_deltas if self.manifest.delta is not None else 0
+
+
+@dataclass(frozen=True)
+class DeltaPlan:
+    """The plan of one rank for the changes, if there is a base that they can be saved against.
+
+    Attributes:
+        plan: The plan of a sharded save of the changes; None for a complete checkpoint.
+        delta: The base, and the checksums of the result.
+        base: URL of the base.
+        why_complete: Why the checkpoint has to be complete, although there is a base.
+    """
+
+    plan: SavePlan | None = None
+    delta: Delta | None = None
+    base: str = ""
+    why_complete: str = ""
+
+
+def plan_delta(
+    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed: SaveAgreement
+) -> DeltaPlan:
+    """Finds the changes on all ranks, and plans to save them, if the call has a base.
+
+    Args:
+        call: This rank's call.
+        plan: The plan of a complete save.
+        snapshot: The bytes that this rank contributes; None reads them from the state. Its memory is
+            released if there is a plan.
+        agreed: The agreement of the ranks.
+
+    Raises:
+        CheckpointNotFound: There is no base.
+        OptionError: The base is not next to the checkpoint, or another program saved it.
+        FastloadError: The base is damaged, or some rank failed.
+    """
+    if call.find_base is None:
+        return DeltaPlan()
+    head, manifests = _share_chain(call, call.find_base)
+    if not manifests:
+        return DeltaPlan(why_complete=head["why_complete"])
+    places = [call.location.sibling(name) for name in head["names"]]
+    storages = [call.open_storage(place) for place in places]
+    try:
+        chain = list(zip(reversed(manifests), reversed(storages), strict=True))
+        base = Base(head["names"][0], *layered(chain))
+        if plan.group.num_copies > 1:
+            _require_same_copy(call, storages[0], base)
+        if reason := _why_complete(call, base, plan.state.layout):
+            return DeltaPlan(why_complete=reason)
+        found = _find(call, plan, snapshot, base)
+        return _plan(call, plan, agreed, base, found)
+    finally:
+        for storage in storages:
+            storage.close()
+
+
+def _share_chain(
+    call: SaveCall, find_base: Callable[[], Location | None]
+) -> tuple[dict[str, Any], list[Manifest]]:
+    """Returns the files of the base, and of its bases, and the names of all; rank 0 reads them, for all.
+
+    There are none if there is no base, or if it cannot be read and is not the user's choice.
+    """
+
+    def read() -> bytes:
+        why, names, manifests = "", list[str](), list[Manifest]()
+        try:
+            if (base := find_base()) is not None:
+                names.append(_name_of(base, call.location))
+                manifests = read_chain(base, call.open_storage)
+                names += [one.delta.base for one in manifests if one.delta is not None]
+        except CheckpointError as error:
+            if call.options.base is not None:
+                raise
+            why, names, manifests = f"its base cannot be read: {error}", [], []
+        packed = [one.to_bytes() for one in manifests]
+        head = {"why_complete": why, "names": names, "lengths": [len(each) for each in packed]}
+        return b"".join([json.dumps(head).encode(), b"\n", *packed])
+
+    text, _, packed = call.world.share(f"{call.what}: reading its base", 0, read).partition(b"\n")
+    head, found, begin = json.loads(text), [], 0
+    for length in head["lengths"]:
+        found.append(Manifest.from_bytes(packed[begin : begin + length]))
+        begin += length
+    return head, found
+
+
+def _name_of(base: Location, location: Location) -> str:
+    """Returns the name of the base, which is next to the checkpoint.
+
+    Raises:
+        OptionError: It is not.
+    """
+    name = base.url.rstrip("/").rpartition("/")[2]
+    if name in ("", ".", "..") or base.sibling(name).url != location.sibling(name).url:
+        raise OptionError(
+            f"base={base.url!r}: is not next to {location.url!r}: a delta and its base are in one directory"
+        )
+    if base.sibling(name).url == location.sibling(location.url.rstrip("/").rpartition("/")[2]).url:
+        raise OptionError(f"base={base.url!r}: is the checkpoint to save: save to another path")
+    return name
+
+
+def _require_same_copy(call: SaveCall, storage: PatientStorage, base: Base) -> None:
+    """Requires that each host has a copy of the base."""
+
+    def compare() -> None:
+        if record_digest(storage) != base.manifest.record_digest:
+            raise StorageError("not the same checkpoint as on rank 0", url=f"{storage.url}/{RECORD_NAME}")
+
+    call.world.agree(f"{call.what}: comparing copies of its base", compare)
+
+
+def _why_complete(call: SaveCall, base: Base, layout: Layout) -> str:
+    """Returns why there can be no delta; empty if there can."""
+    if not base.manifest.block_bytes or base.manifest.format != "fastload":
+        raise OptionError(f"base={base.manifest.url!r}: fastload did not save it: save a complete one first")
+    if base.num_deltas >= call.options.max_chain:
+        return f"its base is the last of {base.num_deltas} deltas (max_chain={call.options.max_chain})"
+    if not fits_deltas(layout.block_bytes):
+        return f"block_bytes={layout.block_bytes} is no power of two"
+    files = [(f.name, f.nbytes, f.header_digest) for f in base.manifest.files if not is_own_file(f.name)]
+    own = [
+        (file.name, file.nbytes, xxhash.xxh3_128_hexdigest(file.header[LENGTH_BYTES:]))
+        for file in layout.files
+    ]
+    return "" if files == own else "its base has other tensors, or other files"
+
+
+class _FoundBlock(NamedTuple):
+    """A block of the result.
+
+    Attributes:
+        digest: Its checksum.
+        pieces: The changes of its pieces; None for those without any.
+    """
+
+    digest: bytes
+    pieces: Sequence[PieceChanges | None]
+
+    @property
+    def num_values(self) -> int:
+        return sum(len(piece.values) for piece in self.pieces if piece is not None)
+
+    @property
+    def num_indices(self) -> int:
+        return sum(len(piece.indices) for piece in self.pieces if piece is not None)
+
+
+def _find(
+    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base
+) -> dict[int, _FoundBlock]:
+    """Returns the blocks of this rank's share by number, once all ranks have compared theirs."""
+    world = call.world
+    wire = connect(call, plan)
+    assembler = PartAssembler(world, plan, snapshot, wire)
+    comparer = _Comparer(call, plan, base)
+
+    def work() -> None:
+        if snapshot is not None:
+            snapshot.await_copies()
+        assembler.open()
+        comparer.run(plan.share, assembler)
+        assembler.finish()
+        if snapshot is not None:
+            snapshot.require_unchanged()
+
+    try:
+        world.settle(f"{call.what}: comparing with {base.manifest.url}", work)
+    finally:
+        assembler.close()
+        if comparer.close() and snapshot is not None:
+            snapshot.release()
+    return comparer.found
+
+
+class _Comparer:
+    """Compares the blocks of a share with the base, in threads.
+
+    Args:
+        call: This rank's call.
+        plan: The plan of a complete save.
+        base: The base.
+
+    Attributes:
+        found: The blocks by number.
+    """
+
+    def __init__(self, call: SaveCall, plan: SavePlan, base: Base) -> None:
+        self.found: dict[int, _FoundBlock] = {}
+        self._world = call.world
+        self._layout = plan.state.layout
+        self._base = base
+        self._versions = {file.name: file.version for file in base.manifest.files}
+        self._workers = Workers(call.options.write_threads, "fastload-compare")
+        self._buffers: deque[bytearray] = deque()
+
+    def run(self, share: WriterShare, source: PartAssembler) -> None:
+        """Compares all blocks that begin in the share.
+
+        Raises:
+            StorageError: The base cannot be read.
+            Interrupted: Another rank failed.
+        """
+        cutter = _BlockCutter(self._layout.blocks_of(share.ranges))
+        under_way: deque[tuple[int, Future[None]]] = deque()
+        for index, part in enumerate(share.parts):
+            while under_way and under_way[0][0] + source.depth <= index:
+                self._await(under_way.popleft()[1])
+            blocks = cutter.feed(part, source.part(index))
+            if blocks:
+                under_way.append((index, self._workers.submit(partial(self._compare, blocks))))
+            del blocks
+        while under_way:
+            self._await(under_way.popleft()[1])
+
+    def close(self) -> bool:
+        """Ends the threads; returns whether all calls have ended."""
+        return self._workers.close(wait_s=min(1.0, self._world.grace_s))
+
+    def _await(self, work: Future[None]) -> None:
+        try:
+            self._world.await_work(work, self._overdue)
+        finally:
+            del work  # else error → traceback → frame → work → error would keep all their memory alive
+
+    def _overdue(self) -> StorageError:
+        return StorageError(
+            f"storage did not answer within {self._world.patience_s:.1f} s", url=self._base.manifest.url
+        )
+
+    def _compare(self, blocks: Sequence[tuple[Block, memoryview]]) -> None:
+        """Compares adjacent blocks of a file."""
+        first, last = blocks[0][0], blocks[-1][0]
+        nbytes = last.offset + last.nbytes - first.offset
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = bytearray()
+        if len(buffer) < nbytes:
+            buffer = bytearray(nbytes)
+        name = self._layout.files[first.file].name
+        into = memoryview(buffer)[:nbytes]
+        self._base.storage.read_into(name, first.offset, [into], self._versions[name])
+        for block, data in blocks:
+            begin = block.offset - first.offset
+            pieces = self._encode(block, data, into[begin : begin + block.nbytes])
+            self.found[block.number] = _FoundBlock(checksum(data), pieces)
+        self._buffers.append(buffer)
+
+    def _encode(self, block: Block, data: memoryview, before: memoryview) -> list[PieceChanges | None]:
+        blocks = self._layout.blocks
+        itemsize = element_bytes(blocks.space.ranges[blocks.owner(block.number)].dtype)
+        segment = segment_elements(blocks.block_bytes, itemsize)
+        new, old = (torch.frombuffer(each, dtype=torch.uint8) for each in (data, before))
+        return [
+            encode(new[at : at + PIECE_BYTES], old[at : at + PIECE_BYTES], itemsize, segment)
+            for at in range(0, block.nbytes, PIECE_BYTES)
+        ]
+
+
+class _BlockCutter:
+    """Cuts parts of files into complete blocks.
+
+    Args:
+        blocks: The blocks, in the order of the parts.
+    """
+
+    def __init__(self, blocks: Iterator[Block]) -> None:
+        self._blocks = blocks
+        self._block = next(blocks, None)
+        self._begun = bytearray()
+
+    def feed(self, part: FileRange, data: memoryview) -> list[tuple[Block, memoryview]]:
+        """Returns the blocks that end in the next part, which are adjacent."""
+        found = []
+        while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
+            begin = block.offset + len(self._begun) - part.begin
+            end = block.offset + block.nbytes - part.begin
+            if end > len(data):
+                self._begun += data[begin:]
+                break
+            if self._begun:
+                self._begun += data[begin:end]
+                found.append((block, memoryview(self._begun)))
+                self._begun = bytearray()
+            else:
+                found.append((block, data[begin:end]))
+            self._block = next(self._blocks, None)
+        return found
+
+
+# The plan of a save of the changes
+
+
+def _plan(
+    call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: Mapping[int, _FoundBlock]
+) -> DeltaPlan:
+    """Gathers how much has changed in which block, and plans the save of the changes."""
+    world, layout, state = call.world, plan.state.layout, plan.state
+    packed = world.gather_bytes(f"{call.what}: gathering the changes", lambda: _pack(found))
+    rows = [_unpack(each) for each in packed]
+    checksums = _checksums(layout, [rows[rank] for rank in plan.group.members], call.what)
+    specs: list[TensorSpec] = []
+    boxes: dict[str, Any] = {}
+    parts: dict[str, list[tuple[Box, Tensor]]] = {}
+    for number, of_tensor in _by_tensor(layout, rows):
+        changed = _ChangedTensor(layout, number, of_tensor)
+        specs += changed.specs()
+        for name, ranges in changed.ranges().items():
+            boxes[name] = tuple((tuple(map(_box, held)), (rank,)) for rank, held in ranges.items())
+            own = ranges.get(world.rank, ())
+            parts[name] = [
+                (_box(each), changed.data(name, each.blocks, found)) for each in own if each.count
+            ]
+    changes_layout = replace(
+        lay_out(
+            specs,
+            max_shard_bytes=call.options.max_shard_bytes,
+            block_bytes=layout.block_bytes,
+            metadata=HEADER_METADATA,
+            stem=DELTA_STEM,
+        ),
+        index=None,
+    )
+    changes_state = replace(
+        state, layout=changes_layout, reader=StateReader.of_parts(changes_layout, parts), shard_map=None
+    )
+    shard_map = ShardMap(changes_layout, world.size, boxes)
+    of_changes = make_plan(call, changes_state, replace(agreed, shard_map=shard_map), target=plan.target)
+    delta = Delta(base.name, base.manifest.record_digest, base.num_deltas + 1, checksums)
+    return DeltaPlan(of_changes, delta, base.manifest.url)
+
+
+def _pack(found: Mapping[int, _FoundBlock]) -> bytes:
+    rows = [
+        (number, int.from_bytes(block.digest, "big", signed=True), block.num_values, block.num_indices)
+        for number, block in sorted(found.items())
+    ]
+    return host_bytes(torch.tensor(rows, dtype=torch.int64).flatten())
+
+
+def _unpack(packed: bytes) -> list[list[int]]:
+    if not packed:
+        return []
+    words: list[int] = torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
+    return [words[at : at + _ROW_WORDS] for at in range(0, len(words), _ROW_WORDS)]
+
+
+def _checksums(layout: Layout, rows: Sequence[list[list[int]]], what: str) -> dict[str, str]:
+    """Returns the checksums of the result, by file."""
+    digests = {number: digest for of_rank in rows for number, digest, _, _ in of_rank}
+    if len(digests) != len(layout.blocks):
+        raise CheckpointError(f"{what}: {len(layout.blocks) - len(digests)} blocks were compared by no rank")
+    found = {}
+    for index, file in enumerate(layout.files):
+        numbers = range(layout.first_block(index), layout.first_block(index + 1))
+        found[file.name] = b"".join(
+            digests[number].to_bytes(CHECKSUM_BYTES, "big", signed=True) for number in numbers
+        ).hex()
+    return found
+
+
+_Row = tuple[int, int, int, int]  # rank, number of the block, its values, its indices
+
+
+def _by_tensor(layout: Layout, rows: Sequence[list[list[int]]]) -> Iterator[tuple[int, list[_Row]]]:
+    """Yields the numbers of the changed tensors, each with its blocks in order."""
+    blocks = layout.blocks
+    every = sorted(
+        (number, rank, values, indices)
+        for rank, of_rank in enumerate(rows)
+        for number, _, values, indices in of_rank
+    )
+    for tensor, group in groupby(every, key=lambda row: blocks.owner(row[0])):
+        of_tensor = [(rank, number, values, indices) for number, rank, values, indices in group]
+        if any(values for _, _, values, _ in of_tensor):
+            yield tensor, of_tensor
+
+
+class _Range(NamedTuple):
+    """Elements of a stored tensor that one rank has.
+
+    Attributes:
+        first: The first one.
+        count: Number of elements.
+        blocks: The blocks that they are from.
+    """
+
+    first: int
+    count: int
+    blocks: range
+
+
+def _box(held: _Range) -> Box:
+    return Box((held.first,), (held.count,))
+
+
+class _ChangedTensor:
+    """The stored tensors for one changed tensor.
+
+    Args:
+        layout: The files of the result.
+        number: Number of the tensor in `Layout.space`.
+        rows: Its blocks.
+    """
+
+    def __init__(self, layout: Layout, number: int, rows: Sequence[_Row]) -> None:
+        self._entry: TensorEntry = layout.space.ranges[number]
+        self._block_bytes = layout.block_bytes
+        self._first_block = layout.blocks.firsts[number]
+        self._num_blocks = layout.blocks.firsts[number + 1] - self._first_block
+        self._rows = rows
+        self._itemsize = element_bytes(self._entry.dtype)
+        self._segment = segment_elements(layout.block_bytes, self._itemsize)
+        sizes = {number: (values, indices) for _, number, values, indices in rows}
+        self._firsts: dict[int, tuple[int, int]] = {}
+        totals = (0, 0)
+        for block in range(self._first_block, self._first_block + self._num_blocks):
+            self._firsts[block] = totals
+            totals = totals[0] + sizes[block][0], totals[1] + sizes[block][1]
+        self._firsts[self._first_block + self._num_blocks] = totals
+        self._totals = totals
+
+    @property
+    def _num_segments(self) -> int:
+        return num_blocks(self._entry.nbytes, self._segment * self._itemsize)
+
+    def specs(self) -> list[TensorSpec]:
+        """Returns the stored tensors."""
+        name, (num_values, num_indices) = self._entry.name, self._totals
+        dtype = values_dtype(self._entry.dtype)
+        return [
+            TensorSpec(name + COUNTS, "I32", (self._num_segments,), 4 * self._num_segments),
+            TensorSpec(name + INDICES, "U16", (num_indices,), 2 * num_indices),
+            TensorSpec(name + VALUES, dtype, (num_values,), self._itemsize * num_values),
+        ]
+
+    def ranges(self) -> dict[str, dict[int, list[_Range]]]:
+        """Returns the elements of each stored tensor that each rank has."""
+        found: dict[str, dict[int, list[_Range]]] = {spec.name: {} for spec in self.specs()}
+        for rank in sorted({row[0] for row in self._rows}):
+            numbers = sorted(number for owner, number, _, _ in self._rows if owner == rank)
+            for blocks in _runs(numbers):
+                for name, of_ranks in found.items():
+                    first, end = self._first(name, blocks.start), self._first(name, blocks.stop)
+                    of_ranks.setdefault(rank, []).append(_Range(first, end - first, blocks))
+        return {
+            name: {rank: [one for one in held if one.count] for rank, held in of_ranks.items()}
+            for name, of_ranks in found.items()
+        }
+
+    def _first(self, name: str, block: int) -> int:
+        """Returns the first element of a stored tensor that belongs to a block, or to a later one."""
+        if name.endswith(VALUES):
+            return self._firsts[block][0]
+        if name.endswith(INDICES):
+            return self._firsts[block][1]
+        per_block = self._block_bytes // (self._segment * self._itemsize)
+        return min((block - self._first_block) * per_block, self._num_segments)
+
+    def data(self, name: str, blocks: range, found: Mapping[int, _FoundBlock]) -> Tensor:
+        """Returns what this rank has of a stored tensor from some blocks."""
+        return torch.cat([one for block in blocks for one in self._data_of(name, block, found[block])])
+
+    def _data_of(self, name: str, block: int, found: _FoundBlock) -> Iterator[Tensor]:
+        if name.endswith((VALUES, INDICES)):
+            for piece in found.pieces:
+                if piece is not None:
+                    yield piece.values if name.endswith(VALUES) else piece.indices
+            return
+        per_piece = max(1, PIECE_BYTES // (self._segment * self._itemsize))
+        left = self._first(name, block + 1) - self._first(name, block)
+        for piece in found.pieces:
+            length = min(per_piece, left)
+            yield piece.counts if piece is not None else torch.zeros(length, dtype=torch.int32)
+            left -= length
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Yields consecutive numbers."""
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        of_run = [number for _, number in group]
+        yield range(of_run[0], of_run[-1] + 1)
