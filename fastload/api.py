@@ -11,9 +11,9 @@ import torch
 
 from fastload.comm.group import meet
 from fastload.errors import OptionError
+from fastload.formats.delta import read_chain, result_of_chain
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
-from fastload.formats.open import read_manifest
 from fastload.loading.access import open_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
@@ -221,6 +221,12 @@ def stage(
     )
     call = {"call": "stage", "src": location.given, "dst": path}
     access = open_access(world, location, storage_options, chosen, call)
+    if access.deltas:
+        access.storage.close()
+        raise OptionError(
+            f"{location}: is a delta, and needs other checkpoints: make a complete one of it with "
+            "`fastload convert`, and stage that"
+        )
     report = Stage(world, access, path, chosen, began=began).run()
     if chosen.on_report is not None:
         chosen.on_report(report)
@@ -392,7 +398,7 @@ def async_save(
 
 
 def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:
-    """Reads the manifest of a checkpoint, without its data and without a process group.
+    """Reads the manifest of a checkpoint, without data and process group; that of a delta is of its result.
 
     Args:
         path: As for `load`.
@@ -405,9 +411,9 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
         StorageError: The headers could not be read.
     """
     options = LoadOptions()
-    connected = open_storage(path, NAMES, storage_options)
-    storage = PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
-    try:
-        return read_manifest(storage)
-    finally:
-        storage.close()
+
+    def connect(location: Location) -> PatientStorage:
+        connected = open_storage(location, NAMES, storage_options)
+        return PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
+
+    return result_of_chain(read_chain(locate(path), connect))

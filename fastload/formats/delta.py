@@ -86,7 +86,7 @@ def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChange
 
     Args:
         new: The bytes of the segments, at most `PIECE_BYTES`; flat uint8.
-        old: Those of the base.
+        old: Those of the base; overwritten.
         itemsize: Length of an element in bytes.
         segment: Elements of a segment.
     """
@@ -116,7 +116,7 @@ def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChange
 def _changed(new: Tensor, old: Tensor, itemsize: int) -> Tensor:
     """Returns the numbers of the elements that differ, ascending."""
     words_end, bits = len(new) // _WORD_BYTES * _WORD_BYTES, _log2(_WORD_BYTES // itemsize)
-    differing = new[:words_end].view(torch.int64) ^ old[:words_end].view(torch.int64)
+    differing = old[:words_end].view(torch.int64).bitwise_xor_(new[:words_end].view(torch.int64))
     words = torch.nonzero(differing).flatten()
     within = torch.nonzero(differing[words].view(_BITS[itemsize])).flatten()
     changed = (words[within >> bits] << bits) + (within & ((1 << bits) - 1))
@@ -277,6 +277,7 @@ def _is_own(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def is_own_file(name: str) -> bool:
+    """Whether a file has `PerRank` values."""
     return name == f"{OWN_STEM}{SUFFIX}" or name.startswith(f"{OWN_STEM}-")
 
 
@@ -326,7 +327,9 @@ def result_of(base: Manifest, stored: Manifest) -> Manifest:
     for name, number in made.items():
         checksums = bytes.fromhex(delta.checksums[name])
         if len(checksums) != wanted[number] * CHECKSUM_BYTES:
-            raise ManifestError(f"{stored.url}: the checksums of {show(name)} are not of {wanted[number]} blocks")
+            raise ManifestError(
+                f"{stored.url}: the checksums of {show(name)} are not of {wanted[number]} blocks"
+            )
         numbers[number] = len(files)
         files.append(replace(base.files[number], version="", checksums=checksums))
     tensors = [replace(entry, file=numbers[entry.file]) for entry in base.tensors if entry.file in numbers]
@@ -540,12 +543,12 @@ class ChangesReader:
         data = bytearray(found.nbytes)
         for _ in range(2):  # again, in case it was damaged on the way
             self._storage.read_into(file.name, found.offset, [memoryview(data)], file.version)
-            if checksum(data) == expected:
+            if checksum(memoryview(data)) == expected:
                 return data
         text = (
             f"{self._manifest.url.rstrip('/')}/{file.name}: block {number} "
             f"[bytes {found.offset}-{found.offset + found.nbytes}] of tensor {show(entry.name)}: checksum "
-            f"{expected.hex()} expected, {checksum(data).hex()} found"
+            f"{expected.hex()} expected, {checksum(memoryview(data)).hex()} found"
         )
         raise ChecksumError(f"damaged: {text}", (text,))
 
@@ -568,12 +571,25 @@ def read_chain(location: Location, connect: Callable[[Location], PatientStorage]
     found: list[Manifest] = []
     while True:
         with closing(connect(location)) as storage:
-            found.append(read_manifest(storage, exact=True))
+            found.append(read_manifest(storage))
         if len(found) > 1:
             require_base(found[-2], found[-1])
         if (delta := found[-1].delta) is None:
             return found
         location = location.sibling(delta.base)
+
+
+def result_of_chain(manifests: Sequence[Manifest]) -> Manifest:
+    """Returns the result of what `read_chain` returned.
+
+    Raises:
+        ManifestError: The manifests do not fit each other.
+    """
+    result, *deltas = reversed(manifests)
+    for stored in deltas:
+        find_changes(result, stored)
+        result = result_of(result, stored)
+    return result
 
 
 def layered(chain: Sequence[tuple[Manifest, PatientStorage]]) -> tuple[Manifest, PatientStorage]:

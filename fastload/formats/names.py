@@ -50,7 +50,9 @@ START_BYTES = 16
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, SEAL_NAME, STAGED_NAME))
-_FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM}|{DELTA_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
+_FILE_OF_A_SAVE = re.compile(
+    rf"(model|{OWN_STEM}|{DELTA_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors"
+)
 
 
 def file_name(number: int, num_files: int, stem: str = "model") -> str:

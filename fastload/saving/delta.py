@@ -94,9 +94,7 @@ class DeltaPlan:
     why_complete: str = ""
 
 
-def plan_delta(
-    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed: SaveAgreement
-) -> DeltaPlan:
+def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed: SaveAgreement) -> DeltaPlan:
     """Finds the changes on all ranks, and plans to save them, if the call has a base.
 
     Args:
@@ -225,9 +223,7 @@ class _FoundBlock(NamedTuple):
         return sum(len(piece.indices) for piece in self.pieces if piece is not None)
 
 
-def _find(
-    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base
-) -> dict[int, _FoundBlock]:
+def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base) -> dict[int, _FoundBlock]:
     """Returns the blocks of this rank's share by number, once all ranks have compared theirs."""
     world = call.world
     wire = connect(call, plan)
@@ -238,7 +234,7 @@ def _find(
         if snapshot is not None:
             snapshot.await_copies()
         assembler.open()
-        comparer.run(plan.share, assembler)
+        comparer.run(plan.share, assembler, _in_place(plan) if snapshot is None else None)
         assembler.finish()
         if snapshot is not None:
             snapshot.require_unchanged()
@@ -250,6 +246,19 @@ def _find(
         if comparer.close() and snapshot is not None:
             snapshot.release()
     return comparer.found
+
+
+def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
+    """Returns the tensors of a rank's share by number; None if some cannot be read without a copy."""
+    layout, found = plan.state.layout, dict[int, memoryview]()
+    if plan.depths.exchanges:
+        return None
+    for number in {number for each in plan.share.ranges for number in layout.tensors_in(each)}:
+        view = plan.state.reader.view(number)
+        if view is None:
+            return None
+        found[number] = view
+    return found
 
 
 class _Comparer:
@@ -273,8 +282,15 @@ class _Comparer:
         self._workers = Workers(call.options.write_threads, "fastload-compare")
         self._buffers: deque[bytearray] = deque()
 
-    def run(self, share: WriterShare, source: PartAssembler) -> None:
+    def run(
+        self, share: WriterShare, source: PartAssembler, in_place: Mapping[int, memoryview] | None
+    ) -> None:
         """Compares all blocks that begin in the share.
+
+        Args:
+            share: The share.
+            source: The bytes of its parts.
+            in_place: The tensors by number, if they need not be copied.
 
         Raises:
             StorageError: The base cannot be read.
@@ -285,7 +301,10 @@ class _Comparer:
         for index, part in enumerate(share.parts):
             while under_way and under_way[0][0] + source.depth <= index:
                 self._await(under_way.popleft()[1])
-            blocks = cutter.feed(part, source.part(index))
+            if in_place is None:
+                blocks = cutter.feed(part, source.part(index))
+            else:
+                blocks = [] if index in share.tails else self._cut(part, in_place)
             if blocks:
                 under_way.append((index, self._workers.submit(partial(self._compare, blocks))))
             del blocks
@@ -295,6 +314,14 @@ class _Comparer:
     def close(self) -> bool:
         """Ends the threads; returns whether all calls have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
+
+    def _cut(self, part: FileRange, tensors: Mapping[int, memoryview]) -> list[tuple[Block, memoryview]]:
+        """Returns the blocks that begin in a part."""
+        found = []
+        for number, block in self._layout.blocks.between(*part):
+            begin = block.offset - self._layout.space.ranges[number].offset
+            found.append((block, tensors[number][begin : begin + block.nbytes]))
+        return found
 
     def _await(self, work: Future[None]) -> None:
         try:
@@ -389,7 +416,7 @@ def _plan(
             boxes[name] = tuple((tuple(map(_box, held)), (rank,)) for rank, held in ranges.items())
             own = ranges.get(world.rank, ())
             parts[name] = [
-                (_box(each), changed.data(name, each.blocks, found)) for each in own if each.count
+                (_box(each), changed.data(name, each.blocks, found)) for each in own if each.length
             ]
     changes_layout = replace(
         lay_out(
@@ -461,17 +488,17 @@ class _Range(NamedTuple):
 
     Attributes:
         first: The first one.
-        count: Number of elements.
+        length: Number of elements.
         blocks: The blocks that they are from.
     """
 
     first: int
-    count: int
+    length: int
     blocks: range
 
 
 def _box(held: _Range) -> Box:
-    return Box((held.first,), (held.count,))
+    return Box((held.first,), (held.length,))
 
 
 class _ChangedTensor:
@@ -524,7 +551,7 @@ class _ChangedTensor:
                     first, end = self._first(name, blocks.start), self._first(name, blocks.stop)
                     of_ranks.setdefault(rank, []).append(_Range(first, end - first, blocks))
         return {
-            name: {rank: [one for one in held if one.count] for rank, held in of_ranks.items()}
+            name: {rank: [one for one in held if one.length] for rank, held in of_ranks.items()}
             for name, of_ranks in found.items()
         }
 

@@ -127,7 +127,7 @@ def make_plan(
     part_bytes = round_to_units(min(_GOOD_PART_BYTES, staged), align_bytes)
     lengths = align_bytes, part_bytes, depths.batch_bytes(options.staging_bytes, part_bytes)
     key = (state.content.layout, agreed.shard_map.digest, rank, tuple(groups), *lengths)
-    plan = _last.get(key)
+    plan = _last.get(key) if is_kept else None
     if plan is None:
         plan = _plan(layout, agreed.shard_map, rank, groups, *lengths)
         if is_kept:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from fastload.base.devices import DeviceStreams, accelerators_of, can_pin
-from fastload.base.memory import PAGE_BYTES, allocate_staging, borrowed, byte_view, copy_flat, round_up, runs
+from fastload.base.memory import (
+    PAGE_BYTES,
+    allocate_staging,
+    borrowed,
+    byte_view,
+    copy_flat,
+    host_view,
+    round_up,
+    runs,
+)
 from fastload.base.threads import ProcessLock
 from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
@@ -199,6 +208,13 @@ class StateReader:
                 else:
                     _copy_bytes(tensor, begin, end, out[position : position + nbytes])
                 position += nbytes
+
+    def view(self, number: int) -> memoryview | None:
+        """Returns a complete tensor in place; None if its bytes are not contiguous in host memory."""
+        tensor = self._tensors[self.name_of(number)].detach()
+        if is_dtensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        return host_view(byte_view(tensor))
 
     def settle(self) -> None:
         """Waits for all copies that were started."""

@@ -1,0 +1,234 @@
+"""Delta checkpoints: the same files whoever writes, the state bit for bit, and never a mixture."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fastload
+from fastload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ChecksumError,
+    IncompleteCheckpoint,
+    ManifestError,
+    OptionError,
+)
+from tests.checkpoints import assert_same_bits, flip
+from tests.dist.draws import draw_state, draw_target
+from tests.dist.harness import ranks
+from tests.dist.test_sharded import MESHES, locals_of, placed
+from tests.dist.test_sharded_saves import files, options, save
+
+DRAWS = 4
+LOAD = fastload.LoadOptions(timeout_s=20)
+ATOMIC = fastload.LoadOptions(timeout_s=20, atomic=True)
+
+
+def changed(state: Mapping[str, Tensor], seed: int, part: float) -> dict[str, Tensor]:
+    """Returns a copy in which a part of the elements of each tensor has other bits."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, tensor in state.items():
+        flipped = torch.rand(tensor.shape, generator=generator) < part
+        if tensor.dtype == torch.bool:
+            found[name] = tensor ^ flipped
+            continue
+        bits = tensor.clone().contiguous().view(-1).view(torch.uint8).view(-1, tensor.element_size())
+        bits[flipped.flatten(), 0] ^= 0xFF
+        found[name] = bits.flatten().view(tensor.dtype).view(tensor.shape)
+    return found
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    state = {
+        "wide": draw(400, 500).bfloat16(),
+        "odd": draw(33),
+        "frozen": draw(300, 70),
+        "deep": draw(9, 8, 7),
+    }
+    state["wide"][0, :4] = torch.tensor([torch.nan, -0.0, 0.0, torch.inf])
+    return {
+        **state,
+        "none": torch.zeros(0, 3),
+        "steps": torch.tensor(3),
+        "small": draw(5000).to(torch.float8_e4m3fn),
+    }
+
+
+def step(state: Mapping[str, Tensor], seed: int, part: float = 0.02) -> dict[str, Tensor]:
+    return {**changed(state, seed, part), "frozen": state["frozen"]}
+
+
+@ranks(4)
+def test_each_mesh_writes_and_loads_the_same_delta(rank: int, world: int, tmp_path: Path) -> None:
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    first = weights()
+    second = step(first, 1)
+    second["wide"][7] = torch.nan  # a segment whose elements differ in part, and one that is shorter complete
+    second["deep"] = first["deep"] + 1
+    plain = {"step": 2, "own": fastload.PerRank(rank + 1)}
+    base, path = tmp_path / "base", tmp_path / "plain"
+    fastload.save({**first, "step": 1, "own": fastload.PerRank(rank + 2)}, base, options=options())
+    report = save({**second, **plain}, path, base=base)
+    assert report.base == str(base)
+    assert not report.why_complete
+    assert report.nbytes < 0.2 * sum(tensor.nbytes for tensor in first.values())
+    assert report.num_tensors == len(first) + world  # and each rank's own
+    assert set(files(path)) == {"delta.safetensors", "ranks.safetensors", "fastload.json"}
+    expected = files(path)
+    for number, (shape, placements) in enumerate(MESHES.values()):
+        mesh = init_device_mesh("cpu", shape)
+        parts = {name: placed(tensor.clone(), mesh, placements) for name, tensor in second.items()}
+        again, wanted = tmp_path / str(number), locals_of(parts)
+        save({**parts, **plain}, again, base=base, background=number % 2 == 1)
+        dist.barrier()
+        assert files(again) == expected, placements
+        into = {name: placed(torch.zeros_like(tensor), mesh, placements) for name, tensor in second.items()}
+        fastload.load(again, into=into, strict=False, options=ATOMIC if number % 3 else LOAD)
+        assert_same_bits(locals_of(into), wanted)
+    state = fastload.load(path, options=LOAD)
+    assert (state.pop("step"), state.pop("own")) == (2, rank + 1)
+    assert_same_bits(state, second)
+    some = fastload.load(path, names=["wide", "odd"], dtype="float32", options=LOAD)
+    assert_same_bits(some, {name: second[name].float() for name in ("wide", "odd")})
+    assert fastload.verify(path, options=LOAD).nbytes == fastload.verify(base, options=LOAD).nbytes
+    if rank == 0:
+        assert_same_bits(fastload.load(base, names=list(first), process_group=alone), first)
+
+
+@ranks(1, 3, deadline_s=100)
+def test_any_sequence_of_saves(rank: int, world: int, tmp_path: Path) -> None:
+    """Chains of any length of any states: the last state, or an error that names what is wrong."""
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    for number in range(DRAWS):
+        rng = random.Random(f"{world}/{number}/deltas")
+        state = draw_state(rng, rng.randint(1, 8))
+        how = {"max_shard_bytes": rng.choice([2000, 1 << 30]), "block_bytes": rng.choice([4096, 8192, None])}
+        how["staging_bytes"] = 1 << 22
+        root, paths, history = tmp_path / str(number), list[Path](), list[dict[str, Tensor]]()
+        for at in range(rng.randint(3, 5)):
+            target = draw_target(rng, state, world)
+            path = root / f"step {at}"
+            base = paths[-1] if paths and rng.random() < 0.8 else None
+            parts = target.kind == "pp of fsdp" or target.whole >= 0
+            save(target.of(state, rank), path, background=rng.random() < 0.5, base=base, parts=parts, **how)
+            dist.barrier()
+            paths.append(path)
+            history.append(state)
+            state = changed(state, rng.randrange(1 << 20), rng.choice([0, 0.001, 0.05, 0.7]))
+        for path, saved in zip(paths, history, strict=True):
+            loaded = fastload.load(path, process_group=alone)
+            assert_same_bits(dict(sorted(loaded.items())), dict(sorted(saved.items())))
+        target = draw_target(rng, state, world)
+        into, wanted = target.of(state, rank), locals_of(target.of(history[-1], rank))
+        fastload.load(paths[-1], into=into, strict=False, options=rng.choice([LOAD, ATOMIC]))
+        assert_same_bits(locals_of(into), wanted)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(root)
+        dist.barrier()
+
+
+def damage(path: Path) -> None:
+    flip(path / "delta.safetensors", -500)
+
+
+def damage_base(path: Path) -> None:
+    flip(path.parent / "base" / "model.safetensors", -900_000)
+
+
+def remove_base(path: Path) -> None:
+    shutil.rmtree(path.parent / "base")
+
+
+def replace_base(path: Path) -> None:
+    shutil.rmtree(path.parent / "base")
+    shutil.copytree(path.parent / "other", path.parent / "base")
+
+
+FAULTS = {
+    damage: (ChecksumError, r"delta/delta\.safetensors: block \d+ .* of tensor 'wide\..*'"),
+    damage_base: (ChecksumError, r"delta/model\.safetensors: block \d+ .* of tensor"),
+    remove_base: (IncompleteCheckpoint, r"delta: a delta of .*/base: .*no such checkpoint"),
+    replace_base: (ManifestError, "delta: a delta of the checkpoint with digest .*its base was replaced"),
+}
+
+
+@ranks(2)
+def test_a_broken_chain_is_named_and_changes_nothing(rank: int, world: int, tmp_path: Path) -> None:
+    large = {"wide": torch.randn(800, 700, generator=torch.Generator().manual_seed(3)), "odd": torch.zeros(7)}
+    for fault, (kind, text) in FAULTS.items():
+        root = tmp_path / fault.__name__
+        fastload.save(large, root / "base", options=options())
+        fastload.save(changed(large, 1, 0.5), root / "other", options=options())
+        save(changed(large, 2, 0.05), root / "delta", base=root / "base")
+        dist.barrier()
+        if rank == 0:
+            fault(root / "delta")
+        dist.barrier()
+        for call in (fastload.verify, fastload.load):
+            with pytest.raises(kind, match=text):
+                call(root / "delta", options=LOAD)
+        into = changed(large, 3, 0.3)
+        before = copy.deepcopy(into)
+        with pytest.raises(kind, match=text):
+            fastload.load(root / "delta", into=into, options=ATOMIC)
+        assert_same_bits(into, before)
+
+
+@ranks(2)
+def test_what_becomes_a_complete_checkpoint(rank: int, world: int, tmp_path: Path) -> None:
+    state = weights()
+    fastload.save(state, tmp_path / "0", options=options())
+    for number, others, text in (
+        (1, {"more": torch.zeros(3)}, "other tensors"),
+        (2, {"odd": torch.zeros(34)}, "other tensors"),
+    ):
+        path = tmp_path / f"other {number}"
+        report = save({**state, **others}, path, base=tmp_path / "0")
+        assert text in report.why_complete
+        assert not report.base
+        assert (path / "model.safetensors").exists()
+        assert_same_bits(fastload.load(path, options=LOAD), {**state, **others})
+    for number in range(1, 6):
+        state = step(state, number)
+        report = save(state, tmp_path / str(number), base=tmp_path / str(number - 1), max_chain=2)
+        assert bool(report.base) == (number % 3 != 0)
+        assert ("max_chain=2" in report.why_complete) == (number % 3 == 0)
+    assert_same_bits(fastload.load(tmp_path / "5", options=LOAD), state)
+
+
+@ranks(2)
+def test_bases_that_cannot_be_used(rank: int, world: int, tmp_path: Path) -> None:
+    state = weights()
+    fastload.save(state, tmp_path / "0", options=options())
+    (tmp_path / "foreign").mkdir(exist_ok=True)
+    if rank == 0:
+        torch.save({"a": torch.zeros(3)}, tmp_path / "foreign" / "pytorch_model.bin")
+        shutil.copytree(tmp_path / "0", tmp_path / "damaged")
+        (tmp_path / "damaged" / "fastload.json").write_text("{}")
+    dist.barrier()
+    for base, kind, text in (
+        (tmp_path / "none", CheckpointNotFound, "none"),
+        (tmp_path / "foreign", OptionError, "fastload did not save it"),
+        (tmp_path / "damaged", CheckpointError, "damaged/fastload.json"),
+        (tmp_path / "below" / "0", OptionError, "is not next to"),
+        (tmp_path / "new", OptionError, "is the checkpoint to save"),
+    ):
+        with pytest.raises(kind, match=text):
+            save(state, tmp_path / "new", base=base)
+        assert not (tmp_path / "new").exists()
+    for value in ("", 3):
+        with pytest.raises(OptionError, match="base="):
+            fastload.SaveOptions(base=value)  # type: ignore[arg-type]
