@@ -327,7 +327,7 @@ class SaveOptions(_Options):
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
             merged by key. Needed only if no rank has a DTensor.
         base: An existing checkpoint next to the new one. Only the elements that differ from it are written;
-            see "Deltas" in docs/deltas.md. None writes everything.
+            see docs/deltas.md. None writes everything.
         max_chain: Most deltas after a complete checkpoint; then everything is written all the same.
         timeout_s: Longest time without progress, in seconds; not of the whole save. Then it fails on all
             ranks.

@@ -12,6 +12,7 @@ from typing import Any
 from fastload.comm.group import meet
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
+from fastload.errors import OptionError
 from fastload.formats.names import NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
@@ -123,7 +124,10 @@ def make_call(
     began = time.perf_counter()
 
     def ready() -> tuple[Location, dict[str, str], SaveOptions]:
-        return locate(path), dict(metadata or {}), options if options is not None else SaveOptions()
+        location, chosen = locate(path), options if options is not None else SaveOptions()
+        if chosen.base is not None:
+            base_name(locate(chosen.base), location)
+        return location, dict(metadata or {}), chosen
 
     world, (location, texts, chosen) = meet(
         process_group,
@@ -148,3 +152,19 @@ def make_call(
         names=names,
         find_base=find_base,
     )
+
+
+def base_name(base: Location, location: Location) -> str:
+    """Returns the name of the base, which is next to the checkpoint.
+
+    Raises:
+        OptionError: It is not.
+    """
+    name = base.url.rstrip("/").rpartition("/")[2]
+    if name in ("", ".", "..") or base.sibling(name).url != location.sibling(name).url:
+        raise OptionError(
+            f"base={base.url!r}: is not next to {location.url!r}: a delta and its base are in one directory"
+        )
+    if base.sibling(name).url == location.sibling(location.url.rstrip("/").rpartition("/")[2]).url:
+        raise OptionError(f"base={base.url!r}: is the checkpoint to save: save to another path")
+    return name

@@ -44,7 +44,7 @@ from fastload.formats.safetensors.header import LENGTH_BYTES
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.saving.agree import SaveAgreement
-from fastload.saving.call import SaveCall
+from fastload.saving.call import SaveCall, base_name
 from fastload.saving.exchange import PartAssembler
 from fastload.saving.layout import HEADER_METADATA, FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
@@ -142,7 +142,7 @@ def _share_chain(
         why, names, manifests = "", list[str](), list[Manifest]()
         try:
             if (base := find_base()) is not None:
-                names.append(_name_of(base, call.location))
+                names.append(base_name(base, call.location))
                 manifests = read_chain(base, call.open_storage)
                 names += [one.delta.base for one in manifests if one.delta is not None]
         except CheckpointError as error:
@@ -159,22 +159,6 @@ def _share_chain(
         found.append(Manifest.from_bytes(packed[begin : begin + length]))
         begin += length
     return head, found
-
-
-def _name_of(base: Location, location: Location) -> str:
-    """Returns the name of the base, which is next to the checkpoint.
-
-    Raises:
-        OptionError: It is not.
-    """
-    name = base.url.rstrip("/").rpartition("/")[2]
-    if name in ("", ".", "..") or base.sibling(name).url != location.sibling(name).url:
-        raise OptionError(
-            f"base={base.url!r}: is not next to {location.url!r}: a delta and its base are in one directory"
-        )
-    if base.sibling(name).url == location.sibling(location.url.rstrip("/").rpartition("/")[2]).url:
-        raise OptionError(f"base={base.url!r}: is the checkpoint to save: save to another path")
-    return name
 
 
 def _require_same_copy(call: SaveCall, storage: PatientStorage, base: Base) -> None:

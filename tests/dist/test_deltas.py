@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks
 from tests.dist.test_sharded import MESHES, locals_of, placed
 from tests.dist.test_sharded_saves import files, options, save
+from tests.pages import page
 
 DRAWS = 4
 LOAD = fastload.LoadOptions(timeout_s=20)
@@ -68,6 +70,31 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 def step(state: Mapping[str, Tensor], seed: int, part: float = 0.02) -> dict[str, Tensor]:
     return {**changed(state, seed, part), "frozen": state["frozen"]}
+
+
+@ranks(2)
+def test_the_page(rank: int, world: int, tmp_path: Path) -> None:
+    first, last = re.findall(r"^```python\n(.*?)^```$", page("docs/deltas.md"), re.MULTILINE | re.DOTALL)
+    model, base = torch.nn.Linear(600, 300), tmp_path / "0"
+    torch.manual_seed(0)
+
+    def train(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.weight[:, ::50] += 1  # type: ignore[index,operator]
+            model.weight[7] = 0  # type: ignore[index,operator]
+
+    torch.nn.init.normal_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    names = {"model": model, "train": train}
+    exec(compile(first.replace("/shared/policy", str(tmp_path)), "first", "exec"), names)
+    exec(compile(last, "last", "exec"), names)
+    state = fastload.load(base, options=LOAD)
+    assert not torch.equal(state["weight"], model.weight)
+    (patch,) = names["patches"](tmp_path / "1")  # type: ignore[operator]
+    name, indices, values = patch
+    state[name].view(-1)[indices] = values
+    assert_same_bits(state, {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    assert fastload.load(tmp_path / "1", options=LOAD)["weight"].equal(model.weight)
 
 
 @ranks(4)
