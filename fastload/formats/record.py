@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,8 +140,9 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
             f"{url}: {found}: this fastload reads {_FORMAT!r}, versions {_VERSION} and {_DELTA_VERSION}: "
             "update fastload"
         )
-    if raw.keys() != _KEYS - {"checksum"} | ({"delta"} if version == _DELTA_VERSION else set()):
-        raise ManifestError(f"{url}: {_needs(raw)}")
+    keys = _KEYS | {"delta"} if version == _DELTA_VERSION else _KEYS
+    if raw.keys() != keys - {"checksum"}:
+        raise ManifestError(f"{url}: {_needs(raw, keys)}")
     if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
         raise ManifestError(f"{url}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
     if type(raw["files"]) is not list:
@@ -182,8 +183,8 @@ def _parse_delta(fields: Any, url: str) -> Delta:
     return delta
 
 
-def _needs(raw: dict[str, Any]) -> str:
-    return f"needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}"
+def _needs(raw: dict[str, Any], keys: Collection[str] = _KEYS) -> str:
+    return f"needs exactly the keys {sorted(keys)}, got {show(sorted(raw))}"
 
 
 def take_checksum(raw: dict[str, Any], url: str, what: str = "commit record") -> None:

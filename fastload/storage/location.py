@@ -92,13 +92,11 @@ class Location:
         )
 
     def sibling(self, name: str) -> Location:
-        """Returns the location of a name next to this one; next to the target of a link."""
+        """Returns the location of a name next to this one."""
         path, mark, query = self._parts()
-        if not self.scheme:
-            return locate(os.path.join(os.path.dirname(os.path.realpath(path)), name))
         parent = path.rstrip("/").rpartition("/")[0]
         step = quote(name) if self.scheme in HTTP else name
-        return locate(f"{parent}/{step}{mark}{query}")
+        return locate(f"{parent}/{step}{mark}{query}" if self.scheme else f"{parent}/{name}")
 
     @property
     def query(self) -> str:

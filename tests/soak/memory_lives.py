@@ -373,7 +373,7 @@ class Lives:
             return None
         step = self._rng.choice(steps)
         record = self._now.root / f"step_{step:08d}" / "fastload.json"
-        seal(record, version=2)
+        seal(record, version=3)
         self._tell("storage: a newer version")
         return record.parent
 

@@ -99,10 +99,30 @@ def changed_file(**changes: Any) -> dict[str, Any]:
     return changed(files=[{**BODY["files"][0], **changes}])
 
 
+DELTA = {"base": "step 1", "digest": "0" * 32, "num_deltas": 1, "checksums": {"model.safetensors": "ab" * 8}}
+
+
+def changed_delta(**changes: Any) -> dict[str, Any]:
+    return changed(version=2, delta={**DELTA, **changes})
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (changed(version=2), "version 2: this fastload reads 'fastload', version 1"),
+        (changed(version=3), "version 3: this fastload reads 'fastload', versions 1 and 2"),
+        (changed(version=True), "version True: this fastload reads"),
+        (changed(version=2), "needs exactly the keys"),
+        (changed(delta=DELTA), "needs exactly the keys"),
+        (changed_delta(base="a/b"), "the base is no name of a directory"),
+        (changed_delta(base=".."), "the base is no name of a directory"),
+        (changed_delta(base=3), "the base is no name of a directory"),
+        (changed_delta(digest="00"), "the digest of the base is not of 32 hex digits"),
+        (changed_delta(num_deltas=0), "num_deltas is not from 1"),
+        (changed_delta(num_deltas=1.0), "num_deltas is not from 1"),
+        (changed_delta(checksums=[]), "checksums of the result are no object"),
+        (changed_delta(checksums={"a": "00"}), "checksums are not of 16 hex digits"),
+        (changed_delta(checksums={"a": "zz"}), "checksums is not hex digits"),
+        (changed_delta(more=1), "delta needs exactly the keys"),
         (changed(version=True, format="x"), "format 'x'"),
         (changed(more=1), "needs exactly the keys"),
         (changed(block_bytes=0), "block_bytes is not a size above 0: 0"),
