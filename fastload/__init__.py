@@ -8,7 +8,7 @@ from fastload.base.version import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload import world
-from fastload.api import async_save, inspect, load, open, prefetch, save, seal, stage, verify
+from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, seal, stage, verify
 from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
@@ -107,6 +107,7 @@ __all__ = [
     "redistribute",
     "register_storage",
     "save",
+    "save_stream",
     "seal",
     "stage",
     "verify",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fastload.comm.group import meet
 from fastload.errors import OptionError
@@ -23,7 +25,18 @@ from fastload.storage import Location, PatientStorage, locate, name_of, open_sto
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.handle import SaveHandle
 
-__all__ = ["async_save", "inspect", "load", "open", "prefetch", "save", "seal", "stage", "verify"]
+__all__ = [
+    "async_save",
+    "inspect",
+    "load",
+    "open",
+    "prefetch",
+    "save",
+    "save_stream",
+    "seal",
+    "stage",
+    "verify",
+]
 
 Path = str | os.PathLike[str]
 
@@ -210,7 +223,7 @@ def stage(
     began = time.perf_counter()
 
     def prepare() -> tuple[Location, str, StageOptions]:
-        return locate(src), _local(dst), options if options is not None else StageOptions()
+        return locate(src), _local(dst, "stage to"), options if options is not None else StageOptions()
 
     world, (location, path, chosen) = meet(
         process_group,
@@ -233,10 +246,10 @@ def stage(
     return report
 
 
-def _local(path: Path) -> str:
+def _local(path: Path, use: str) -> str:
     location = locate(path)
     if location.scheme:
-        raise OptionError(f"cannot stage to {location}: name a directory on a disk of each host")
+        raise OptionError(f"cannot {use} {location}: name a directory on a disk of each host")
     return location.address
 
 
@@ -364,6 +377,62 @@ def save(
         options,
         raise_earlier=raise_unseen,
     )
+    report = saving.save(call, state)
+    call.tell(report)
+    return report
+
+
+def save_stream(
+    tensors: Iterable[tuple[str, Tensor]],
+    path: Path,
+    *,
+    spool: Path,
+    process_group: Any = None,
+    metadata: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveReport:
+    """Saves tensors that come one by one, in bounded memory; the ranks of a group have different ones.
+
+    A call of all ranks. Each takes its tensors and keeps them in a file without a name in `spool`. The kernel
+    writes its pages to disk and drops them as it needs memory. Once all ranks have theirs, they save them as
+    `save` does, into the same files as the dicts of all ranks with ``SaveOptions(parts=True)``: the tensors
+    of rank 0 in their order, then those of rank 1, and so on. When it raises, it raises on all ranks, and
+    `path` is unchanged::
+
+        def exported():
+            for number, (name, tensor) in enumerate(gathered(model)):  # collective: on all ranks
+                if number % world_size == rank:
+                    yield name, tensor
+
+        fastload.save_stream(exported(), "s3://bucket/llama", spool="/local/tmp")
+
+    Args:
+        tensors: Name and tensor, on any device. Each is taken once, before the next one, and not kept. The
+            iterator may communicate, but not through fastload. A tensor that several ranks have is saved
+            once.
+        path: As for `save`.
+        spool: A directory on a local disk with space for the tensors of this rank, and not in memory
+            (``/dev/shm``); it may differ between ranks.
+        process_group: As for `load`.
+        metadata: As for `save`.
+        storage_options: As for `load`.
+        options: As for `save`.
+
+    Raises:
+        OptionError: A name comes twice on a rank, or something is no tensor that can be saved.
+        PeerError: An iterator raised, or a disk is full; with every cause.
+        FastloadError: As for `save`.
+    """
+    from fastload.saving import save as saving
+    from fastload.saving.call import make_call
+    from fastload.saving.handle import raise_unseen
+    from fastload.saving.stream import take_tensors
+
+    chosen = replace(options if options is not None else SaveOptions(), parts=True)
+    call = make_call(path, process_group, metadata, storage_options, chosen, raise_earlier=raise_unseen)
+    with call.world.together():
+        state = take_tensors(call.world, call.what, tensors, lambda: _local(spool, "keep tensors in"))
     report = saving.save(call, state)
     call.tell(report)
     return report

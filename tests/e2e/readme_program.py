@@ -37,6 +37,7 @@ REPLACED = {
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "assert 'LOCAL_RANK' in os.environ",
     '"/checkpoints/': '"FOLDER/',
     '"checkpoints/': '"FOLDER/',
+    '"/local/': '"FOLDER/',
     '"layers.0.weight"': '"a.weight"',
     '"s3://bucket/': '"FOLDER/',
     '"runs/7"': '"FOLDER/runs/7"',
@@ -225,6 +226,19 @@ class Readme:
         fastload.load(self.folder / "step_300", into={"model": again}, strict=False)
         self.check(again)
 
+    def exports(self, names: Names, run: Callable[[], None]) -> None:
+        spool = self.folder / "tmp"
+        spool.mkdir(exist_ok=True)
+        model = self.auto_model.from_pretrained(self.folder / "llama")
+        names |= {"model": model, "dist": dist, "gathered": lambda model: model.state_dict().items()}
+        run()
+        found = fastload.load(self.folder / "export")
+        wanted = model.state_dict().items()
+        assert {name: tensor.dtype for name, tensor in found.items()} == {
+            f"model.{name}": torch.bfloat16 for name, _ in wanted
+        }
+        assert all(torch.equal(found[f"model.{name}"], tensor.bfloat16()) for name, tensor in wanted)
+
     def trains(self, names: Names, run: Callable[[], None]) -> None:
         """Is told to stop in step 3, by a signal to all processes, and goes on from what it has saved."""
         done: list[int] = []
@@ -327,6 +341,7 @@ CASES: dict[str, str] = {
     "Saving 1": "saves_and_waits",
     "Copy the state under the next step 1": "saves_under_the_next_step",
     "Sharded states 1": "saves_shards",
+    "Tensors that come one by one 1": "exports",
     "Training: stop and resume 1": "trains_briefly",
     "What differs between ranks 1": "keeps_what_differs",
     "When something fails 1": "says_what_does_not_fit",

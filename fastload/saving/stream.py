@@ -1,0 +1,108 @@
+"""A save of tensors that come one by one: kept in a file on a local disk, then saved as a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastload.base.memory import byte_view, host_view
+from fastload.comm.world import World
+from fastload.errors import Interrupted, OptionError
+from fastload.formats.encoder import encode_state
+from fastload.geometry.dtensors import is_dtensor
+from fastload.storage.single_file import Spool
+
+_PIECE_BYTES = 32 << 20
+
+
+class _Place(NamedTuple):
+    """A tensor in the file.
+
+    Attributes:
+        begin: Offset of its first byte.
+        dtype: Its dtype.
+        shape: Its shape.
+        kind: Its class.
+        requires_grad: Whether it requires gradients.
+    """
+
+    begin: int
+    dtype: torch.dtype
+    shape: torch.Size
+    kind: type
+    requires_grad: bool
+
+
+def take_tensors(
+    world: World, what: str, tensors: Iterable[tuple[str, Tensor]], folder: Callable[[], str]
+) -> dict[str, Tensor]:
+    """Takes the tensors of this rank, and returns them as views of a file that the kernel pages in and out.
+
+    The ranks wait for each other, as long as each of them makes progress.
+
+    Args:
+        world: The ranks.
+        what: Name of the save, for messages.
+        tensors: Name and tensor, one by one.
+        folder: Returns a directory on a local disk. The file in it has no name.
+
+    Raises:
+        FastloadError: An iterator raised, or its tensors cannot be saved, or the disk is full; on all ranks.
+    """
+    found: list[dict[str, Tensor]] = []
+
+    def take() -> None:
+        places: dict[str, _Place] = {}
+        spool = Spool(folder())
+        try:
+            for name, tensor in tensors:
+                _require_whole(name, tensor, places, world.rank)
+                places[name] = _Place(
+                    spool.end, tensor.dtype, tensor.shape, type(tensor), tensor.requires_grad
+                )
+                _append(world, spool, tensor)
+            data = spool.map()
+        finally:
+            spool.close()
+        found.append({name: _view(data, place) for name, place in places.items()})
+
+    world.settle(f"{what}: taking the tensors", take)
+    return found[0]
+
+
+def _require_whole(name: Any, tensor: Any, places: Container[str], rank: int) -> None:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise OptionError(f"({name!r}, {type(tensor).__name__}): must be a name and a tensor")
+    if name in places:
+        raise OptionError(f"{name!r} comes twice")
+    if is_dtensor(tensor):
+        raise OptionError(
+            f"{name!r} is a DTensor: give its full_tensor() on one rank, or save a state of DTensors with "
+            "fastload.save"
+        )
+    encode_state({name: tensor}, rank)  # raises for what cannot be saved
+
+
+def _append(world: World, spool: Spool, tensor: Tensor) -> None:
+    """Appends a tensor; a piece at a time from an accelerator, since host memory may be short."""
+    flat = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    for begin in range(0, flat.numel(), _PIECE_BYTES):
+        if world.peer_failed():
+            raise Interrupted("the save stopped because it failed on another rank")
+        spool.append(host_view(flat[begin : begin + _PIECE_BYTES].cpu()))
+        world.note_progress()
+    spool.align()
+
+
+def _view(data: memoryview, place: _Place) -> Tensor:
+    nbytes = place.shape.numel() * place.dtype.itemsize
+    flat = torch.empty(0, dtype=torch.uint8)
+    if nbytes:
+        flat = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=place.begin)
+    tensor = flat.view(place.dtype).view(place.shape)
+    if place.kind is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=place.requires_grad)
+    return tensor.requires_grad_(place.requires_grad)
