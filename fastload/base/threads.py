@@ -6,17 +6,21 @@ A thread stays for a moment after its task, so that the next task starts faster.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
+
+import torch
 
 from fastload.errors import DeadlineExceeded, Interrupted
 
@@ -365,3 +369,29 @@ def each(names: Iterable[str], call: Callable[[str], object], *, num_threads: in
             raise errors[0]
         finally:
             errors.clear()  # else error → traceback → frame → error would keep all their memory alive
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Has torch's operations on CPUs run in the calling thread alone, where torch uses OpenMP.
+
+    Threads of OpenMP wait for each other at each operation: while other threads are busy, that takes many
+    times as long. The number is a setting of each thread, unlike that of `torch.set_num_threads`.
+    """
+    set_num_threads, num_threads = _omp_set_num_threads(), torch.get_num_threads()
+    if set_num_threads is None or num_threads == 1:
+        yield
+        return
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(num_threads)
+
+
+@cache
+def _omp_set_num_threads() -> Callable[[int], object] | None:
+    try:
+        return ctypes.CDLL(torch._C.__file__).omp_set_num_threads
+    except (AttributeError, OSError):
+        return None

@@ -33,6 +33,10 @@ SUFFIX = ".safetensors"
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """The names of transformers for files of torch.save."""
 INDEX_SUFFIX = ".safetensors.index.json"
+MODEL_STEM = "model"
+"""The first part of the names of the files of a save."""
+ADAPTER_STEM = "adapter_model"
+"""The first part of the name of the file of an adapter of PEFT, instead of ``model``."""
 INDEX_NAME = "model.safetensors.index.json"
 OWN_STEM = "ranks"
 """The first part of the names of files with the ranks' own tensors, instead of ``model``."""
@@ -51,11 +55,11 @@ _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, SEAL_NAME, STAGED_NAME))
 _FILE_OF_A_SAVE = re.compile(
-    rf"(model|{OWN_STEM}|{DELTA_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors"
+    rf"({MODEL_STEM}|{ADAPTER_STEM}|{OWN_STEM}|{DELTA_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors"
 )
 
 
-def file_name(number: int, num_files: int, stem: str = "model") -> str:
+def file_name(number: int, num_files: int, stem: str = MODEL_STEM) -> str:
     """Returns the name of one of the files of a save, counted from 0."""
     if num_files == 1:
         return f"{stem}{SUFFIX}"

@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
+from fastload.formats.names import ADAPTER_STEM
 from fastload.saving.handle import await_end
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
@@ -24,7 +25,9 @@ class DirectorySave:
     Args:
         path: The directory, on a file system that all ranks see. An existing one is replaced.
         states: Name below the directory → state of a checkpoint; ``""`` for the directory itself.
-        add_files: Called on rank 0 in the background, with a directory; writes small files into it.
+        adapters: The names of those whose file is to be called as PEFT's.
+        add_files: Called on rank 0 in the background, with a directory; writes small files into it, or into
+            those of `states`.
         on_publish: Called on rank 0 in the background, once the directory exists.
         process_group: As for `fastload.save`.
         options: How to save.
@@ -38,6 +41,7 @@ class DirectorySave:
         path: str,
         states: Mapping[str, Any],
         *,
+        adapters: Collection[str] = (),
         add_files: Callable[[str], object],
         on_publish: Callable[[], object],
         process_group: Any,
@@ -49,6 +53,7 @@ class DirectorySave:
         self._error: BaseException | None = None
         self._handles = save_all_in_background(
             {_pending(path, name): state for name, state in states.items()},
+            stems={_pending(path, name): ADAPTER_STEM for name in adapters},
             process_group=process_group,
             options=options,
         )
@@ -90,10 +95,11 @@ class DirectorySave:
             return  # all ranks learn of it
         try:
             pending = _pending(self.path, "")
-            add_files(pending)
             for name in self._names:
                 os.replace(_pending(self.path, name), os.path.join(pending, name))
-            _sync(pending)
+            add_files(pending)
+            for name in (*self._names, ""):
+                _sync(os.path.join(pending, name))
             _replace(pending, self.path)
             on_publish()
         except BaseException as error:
@@ -107,7 +113,7 @@ def clear_pending(folder: str, prefix: str) -> None:
         folder: The parent directory.
         prefix: Names of the saved directories begin with it, followed by a hyphen and a number.
     """
-    pending = re.compile(rf"{_PENDING}({re.escape(prefix)}-\d+)(-\w+)?")
+    pending = re.compile(rf"{_PENDING}({re.escape(prefix)}-\d+)(-.+)?")
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         if match := pending.fullmatch(name):
             path = os.path.join(folder, match[1])

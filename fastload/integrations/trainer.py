@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -68,11 +69,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             pass
 
     A checkpoint is the directory that ``Trainer`` makes: for ``from_pretrained``, with
-    ``trainer_state.json``. Its directory ``training_state`` has all else that a training needs to resume. The
-    checkpoint appears as a whole, once it is durable. With `saves_in_background` training goes on meanwhile,
-    and ``on_save`` may be called before. ``resume_from_checkpoint``, ``save_total_limit``,
-    ``load_best_model_at_end`` and ``save_only_model`` work as in ``Trainer``, and checkpoints of a plain
-    ``Trainer`` can be resumed.
+    ``trainer_state.json``; of a ``PeftModel``, with the files of its adapters alone. Its directory
+    ``training_state`` has all else that a training needs to resume. The checkpoint appears as a whole, once
+    it is durable. With `saves_in_background` training goes on meanwhile, and ``on_save`` may be called
+    before. ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end`` and
+    ``save_only_model`` work as in ``Trainer``, and checkpoints of a plain ``Trainer`` can be resumed.
 
     Attributes:
         saves_in_background: Whether training goes on as soon as each rank has copied its share.
@@ -81,7 +82,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     Raises:
         OptionError: fastload does not know this version of the Trainer, or cannot save what it uses: FSDP 1,
-            DeepSpeed, adapters, quantized models, TPUs and other accelerators, ``save_on_each_node``.
+            DeepSpeed, quantized models, TPUs and other accelerators, ``save_on_each_node``, adapters that are
+            not those of a ``PeftModel``.
     """
 
     saves_in_background: bool = False
@@ -109,7 +111,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             on_rank_0(f"clearing {folder}", partial(clear_pending, folder, PREFIX_CHECKPOINT_DIR))
         self._note_best(folder)
         model = self._bare_model()
-        states: dict[str, Any] = {"": named_weights(model, state_to_save(model))}
+        state = state_to_save(model)
+        adapters = _adapters_of(model)
+        states: dict[str, Any] = {
+            folder: _adapter_integration().tensors_of(model, name, state) for folder, name in adapters.items()
+        } or {"": named_weights(model, state)}
         if not self.args.save_only_model:
             states[TRAINING_STATE] = self._training_state(random_state())
         options = replace(self.save_options or SaveOptions(), overwrite=True)
@@ -117,6 +123,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         self._pending = DirectorySave(
             path,
             states,
+            adapters=adapters,
             add_files=partial(self._add_files, self._state_to_save()),
             on_publish=partial(self._rotate, folder, self.state.best_model_checkpoint),
             process_group=None,
@@ -155,6 +162,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     def _add_files(self, state: Any, folder: str) -> None:
         model = self._bare_model()
+        for below, name in _adapters_of(model).items():
+            _adapter_integration().save_config(model, name, os.path.join(folder, below))
         if isinstance(model, PreTrainedModel):
             config = deepcopy(model.config)
             config.dtype = str(model.dtype).removeprefix("torch.")
@@ -233,6 +242,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             random_state().load_state_dict(states)
 
     def _load_weights(self, path: str, model: Any) -> None:
+        if adapters := _adapters_of(model):
+            for folder, name in adapters.items():
+                path_of = os.path.join(path, folder)
+                _adapter_integration().load(model, path_of, adapter_name=name, options=self.load_options)
+            return
         weights = _untied(model, live_state(model))
         with open_checkpoint(path, options=self.load_options) as checkpoint:
             # transformers takes a second to make its table of names, which the same names do not need.
@@ -248,17 +262,41 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 def _require_supported(trainer: Any) -> None:
     require_signatures(transformers, TESTED, _SIGNATURES)
     model, plugin = trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    adapters = _adapters_of(model)
+    names = ", ".join(map(repr, adapters.values()))
     classes, kind = unsupported_tensors(model), trainer.args.device.type
     reasons = {
         "FSDP 1 (set fsdp_version: 2)": plugin is not None and plugin.fsdp_version != 2,
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "adapters (PEFT)": hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False),
+        "adapters of PreTrainedModel.add_adapter (use peft.get_peft_model)": _has_own_adapters(model),
+        f"adapters named {names}: one has to be named 'default'": bool(names) and "" not in adapters,
+        f"adapters named {names}: names of directories are needed": any(map(_is_no_name, adapters)),
         "quantized models": getattr(model, "is_quantized", False),
         f"weights of {classes}": bool(classes),
         "save_on_each_node": trainer.args.save_on_each_node,
         f"devices of type {kind}": kind not in {"cpu", *_accelerator()},
     }
     refuse("save a training", reasons)
+
+
+def _has_own_adapters(model: Any) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _adapter_integration() -> Any:
+    """Returns the integration of PEFT, which only a model with adapters needs."""
+    return import_module("fastload.integrations.peft")
+
+
+def _adapters_of(model: Any) -> dict[str, str]:
+    """Returns the adapters of a model of PEFT by the directories below that of a checkpoint."""
+    if not hasattr(model, "peft_config") or _has_own_adapters(model):
+        return {}
+    return {_adapter_integration().folder_of(name): name for name in model.peft_config}
+
+
+def _is_no_name(folder: str) -> bool:
+    return folder in (".", "..", TRAINING_STATE) or os.sep in folder
 
 
 def named_weights(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import allocate, byte_view
+from fastload.base.threads import one_torch_thread
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
@@ -41,7 +42,6 @@ _SCALES = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale"
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
 _CHUNK_ELEMENTS = 1 << 17  # on CPUs: few calls, yet in the cache
-_SERIAL_ELEMENTS = (1 << 15) - 1  # the most that torch does in one thread: its own wait for each other
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
 
 
@@ -348,7 +348,8 @@ class Dequantizer:
 
     @torch.no_grad()
     def _run(self) -> None:
-        with torch.inference_mode() if self._tensor.is_inference() else nullcontext():
+        is_inference = self._tensor.is_inference()
+        with one_torch_thread(), torch.inference_mode() if is_inference else nullcontext():
             scales = self._scales()
             for index in product(*map(range, self._tensor.shape[:-2])):
                 target, values = self._tensor[index], self.parts[0].memory[index].flatten(1)
@@ -407,10 +408,7 @@ class Dequantizer:
 def _rows_at_once(target: Tensor) -> int:
     """Returns the rows of a chunk, at least 1."""
     num_rows, num_columns = target.shape
-    if target.is_cpu:
-        elements = _CHUNK_ELEMENTS if torch.get_num_threads() == 1 else _SERIAL_ELEMENTS
-    else:
-        elements = _DEVICE_CHUNK_ELEMENTS
+    elements = _CHUNK_ELEMENTS if target.is_cpu else _DEVICE_CHUNK_ELEMENTS
     return max(1, min(num_rows, elements // max(1, num_columns)))
 
 

@@ -172,7 +172,7 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
         what, lambda: pack_boxes({spec.name: reader.boxes(spec.name) for spec in content.specs})
     )
     merged = MergedState.of(dict(enumerate(forms)))
-    layout = lay_out_files(merged.specs, call.options)
+    layout = lay_out_files(merged.specs, call.options, call.stem)
     shard_map = ShardMap(layout, world.size, boxes_by_rank([unpack_boxes(each) for each in packed]))
     if missing := shard_map.missing():
         refuse_merge("the ranks together do not have the whole state", missing)

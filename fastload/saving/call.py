@@ -13,7 +13,7 @@ from fastload.comm.group import meet
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
 from fastload.errors import OptionError
-from fastload.formats.names import NAMES
+from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.queue import QueuedSave
@@ -49,6 +49,7 @@ class SaveCall:
         queued: Its place among the saves of a training; None to write at once.
         names: The names of files, and which ones may be replaced.
         find_base: Returns, on rank 0, the base to save a delta of, or None; None to save a complete one.
+        stem: First part of the names of the files; of another one than ``model`` there is one file.
     """
 
     world: World
@@ -63,6 +64,7 @@ class SaveCall:
     queued: QueuedSave | None = None
     names: Names = NAMES
     find_base: Callable[[], Location | None] | None = None
+    stem: str = MODEL_STEM
 
     @property
     def url(self) -> str:
@@ -115,6 +117,7 @@ def make_call(
     queued: QueuedSave | None = None,
     names: Names = NAMES,
     find_base: Callable[[], Location | None] | None = None,
+    stem: str = MODEL_STEM,
 ) -> SaveCall:
     """Meets the other ranks for a save. Arguments are those of `fastload.save`, or attributes of the call.
 
@@ -151,6 +154,7 @@ def make_call(
         queued=queued,
         names=names,
         find_base=find_base,
+        stem=stem,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
+from fastload.formats.names import MODEL_STEM
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
@@ -66,7 +68,7 @@ def describe(call: SaveCall, state: Any) -> RankState:
     description = encode_state(state, world.rank)
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
-    layout = lay_out_files(specs, options)
+    layout = lay_out_files(specs, options, call.stem)
     reader = StateReader(layout, tensors, description.uncounted, description.shards)
     shard_map, small = _predict_shards(world, tensors, layout, reader, options)
     call.tracing.follow({"snapshot": reader.watch})
@@ -77,13 +79,14 @@ def describe(call: SaveCall, state: Any) -> RankState:
     return RankState(content, layout, reader, PerRankValues(world, call.what, description), shard_map, small)
 
 
-def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:
-    """Lays tensors out in files by the options; raises as `lay_out`."""
+def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions, stem: str = MODEL_STEM) -> Layout:
+    """Lays tensors out in files by the options, or in one file of another name; raises as `lay_out`."""
     return lay_out(
         specs,
-        max_shard_bytes=options.max_shard_bytes,
+        max_shard_bytes=options.max_shard_bytes if stem == MODEL_STEM else sys.maxsize,
         block_bytes=options.block_bytes,
         metadata=HEADER_METADATA,
+        stem=stem,
     )
 
 

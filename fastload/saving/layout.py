@@ -25,7 +25,7 @@ import xxhash
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.names import file_name
+from fastload.formats.names import MODEL_STEM, file_name
 from fastload.formats.safetensors.header import (
     ALIGN_BYTES,
     MAX_HEADER_BYTES,
@@ -162,7 +162,7 @@ def lay_out(
     max_shard_bytes: int,
     block_bytes: int | None,
     metadata: Mapping[str, str],
-    stem: str = "model",
+    stem: str = MODEL_STEM,
 ) -> Layout:
     """Lays tensors out in files.
 

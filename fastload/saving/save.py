@@ -16,6 +16,7 @@ from typing import Any
 
 from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
+from fastload.formats.names import MODEL_STEM
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import SaveAgreement, agree, has_to_meet, predict
@@ -146,7 +147,7 @@ def save_in_background(
 
 
 def save_all_in_background(
-    states: Mapping[str, Any], *, process_group: Any, options: SaveOptions
+    states: Mapping[str, Any], *, stems: Mapping[str, str], process_group: Any, options: SaveOptions
 ) -> list[SaveHandle]:
     """Copies the bytes that this rank contributes to several saves, and saves them in the background.
 
@@ -155,6 +156,7 @@ def save_all_in_background(
 
     Args:
         states: Path → state.
+        stems: Path → `SaveCall.stem`, if it is another one.
         process_group: As for `fastload.save`.
         options: As for `fastload.save`.
 
@@ -169,7 +171,8 @@ def save_all_in_background(
     raise_earlier = raise_unseen if in_doubt() else None
     try:
         for path, state in states.items():
-            call = make_call(path, process_group, None, None, options, raise_earlier=raise_earlier)
+            stem = stems.get(path, MODEL_STEM)
+            call = make_call(path, process_group, None, None, options, raise_earlier=raise_earlier, stem=stem)
             begun.append((call, begin(call, state)))
     finally:  # also after an error: the other ranks may write the saves before it
         for call, each in begun:

@@ -148,6 +148,31 @@ def trains(rank: int, world: int, folder: Path, kind: str, kill_at: int, resumes
     }
 
 
+def adapts(rank: int, world: int, folder: Path) -> None:
+    """The adapters of a model of PEFT train, and come back with its base, plain or sharded."""
+    from peft import LoraConfig, get_peft_model
+
+    class Adapted(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = get_peft_model(self.net, LoraConfig(target_modules=["0"]))  # type: ignore[arg-type,assignment]
+
+        def configure_model(self) -> None:
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    for kind, other in (("ddp", "shards"), ("shards", "ddp")):
+        pl.seed_everything(1, verbose=False)
+        model, again = Adapted(), Adapted()
+        trainer_of(folder / kind, kind, world).fit(model, loader())
+        trainer_of(folder / "other", other, world).validate(
+            again, loader(), ckpt_path=str(folder / kind / "last.ckpt"), verbose=False
+        )
+        expected, found = fastload.load(folder / kind / "last.ckpt")["state_dict"], weights_of(again)
+        assert expected["net.base_model.model.0.lora_B.default.weight"].any()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def loads_elsewhere(rank: int, world: int, folder: Path, kind: str) -> None:
     """A checkpoint of one kind, on another number of ranks; weights alone; and a file of Lightning's own."""
     weights = fastload.load(folder / "last.ckpt")["state_dict"]

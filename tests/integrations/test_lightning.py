@@ -50,3 +50,8 @@ def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time it finds that it has ended
         run_ranks(body("runs_the_recipe"), 2)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
+def test_adapters_of_peft_train_and_come_back(tmp_path: Path) -> None:
+    run_ranks(body("adapts"), 2, folder=tmp_path)

@@ -38,17 +38,27 @@ def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> N
     run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
+
+
+@needs_peft
 def test_adapters_of_peft_share_a_base(tmp_path: Path) -> None:
-    run_ranks(body("loads_adapters"), 2, tmp_path=tmp_path)
+    run_ranks(body("shares_adapters"), 2, tmp_path=tmp_path)
 
 
-@pytest.mark.parametrize(("world", "fsdp"), [(2, 2), (2, 0)], ids=["fsdp2", "ddp"])
-def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, fsdp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "fsdp", "has_adapters"),
+    [(2, 2, False), (2, 0, False), pytest.param(2, 2, True, marks=needs_peft)],
+    ids=["fsdp2", "ddp", "adapters"],
+)
+def test_a_training_that_was_killed_ends_as_if_it_had_not_been(
+    world: int, fsdp: int, has_adapters: bool, tmp_path: Path
+) -> None:
     def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
         folder = tmp_path / name
         dies = dict.fromkeys(range(world), signal.SIGKILL) if kill_at > 0 else None
         given = {"folder": folder, "fsdp": fsdp, "kill_at": kill_at, "resumes": resumes}
+        given["has_adapters"] = has_adapters
         first, *_ = run_ranks(body("trains"), world, dies=dies, **given)
         return first
 

@@ -14,6 +14,7 @@ from tests.dist.harness import ranks
 INTEGRATIONS = {
     "accelerate": "accelerate",
     "lightning": "lightning",
+    "peft": "peft",
     "torchtitan": "torchtitan",
     "trainer": "transformers",
     "transformers": "transformers",

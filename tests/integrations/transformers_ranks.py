@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -58,39 +60,63 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def loads_adapters(rank: int, world: int, tmp_path: Path) -> None:
+def shares_adapters(rank: int, world: int, tmp_path: Path) -> None:
+    """Adapters of PEFT and of fastload come into one base, plain and sharded, and are PEFT's own files."""
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    from fastload.integrations import peft as integration
 
     torch.manual_seed(0)
-    base, saved = llama(), {}
+    base, expected = llama(), {}
     for name, has_magnitudes in (("one", False), ("two", True)):
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=has_magnitudes)
-        made = get_peft_model(llama(), config)
+        made = get_peft_model(llama(), config, adapter_name="default")
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter)
-        saved[name] = get_peft_model_state_dict(made)
+        expected[name] = get_peft_model_state_dict(made)
         if rank == 0:
-            made.save_pretrained(tmp_path / name)
-    dist.barrier()
-    configs = {name: PeftConfig.from_pretrained(tmp_path / name) for name in saved}
-    adapted = PeftModel(base, configs["one"], adapter_name="one")
-    adapted.add_adapter("two", configs["two"])
-    for is_sharded in (False, True):
+            made.save_pretrained(tmp_path / "peft" / name)
+        dist.barrier()
+        integration.save(made, tmp_path / "plain" / name)
+    adapted = PeftModel(base, PeftConfig.from_pretrained(tmp_path / "peft" / "one"), adapter_name="one")
+    for source, is_sharded in (("peft", False), ("plain", False), ("peft", True)):
         if is_sharded:
             fully_shard(adapted)
-        for name, expected in saved.items():
-            into = get_peft_model_state_dict(adapted, adapter_name=name)
-            for tensor in into.values():
-                local(tensor).detach().zero_()
+        for name, tensors in expected.items():
+            if name in adapted.peft_config:
+                for tensor in get_peft_model_state_dict(adapted, adapter_name=name).values():
+                    local(tensor).detach().zero_()
             reports: list[fastload.LoadReport] = []
             options = fastload.LoadOptions(strategy="allgather", on_report=reports.append)
-            fastload.load(tmp_path / name, into=into, options=options)
+            integration.load(adapted, tmp_path / source / name, adapter_name=name, options=options)
             assert reports[0].bytes_read == reports[0].bytes_wanted
             found = get_peft_model_state_dict(adapted, adapter_name=name)
-            assert found.keys() == expected.keys()
+            assert found.keys() == tensors.keys()
             for key, tensor in found.items():
                 complete = tensor.full_tensor() if is_sharded else tensor
-                assert torch.equal(complete, expected[key]), key
+                assert torch.equal(complete, tensors[key]), key
+    for name in expected:
+        integration.save(adapted, tmp_path / "sharded" / name, adapter_name=name)
+        for source in ("plain", "sharded"):
+            own, other = tmp_path / source / name, tmp_path / "peft" / name
+            assert sorted(path.name for path in own.iterdir()) == [
+                "adapter_config.json", "adapter_model.safetensors", "fastload.json"
+            ]  # fmt: skip
+            assert json.loads((own / "adapter_config.json").read_text()) == json.loads(
+                (other / "adapter_config.json").read_text()
+            )
+            theirs = load_file(other / "adapter_model.safetensors")
+            ours = load_file(own / "adapter_model.safetensors")
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    if rank == 0:
+        read = get_peft_model_state_dict(PeftModel.from_pretrained(llama(), tmp_path / "sharded" / "two"))
+        assert all(torch.equal(read[key], tensor) for key, tensor in expected["two"].items())
+    with pytest.raises(fastload.OptionError, match=r"no adapter 'three': it has 'one', 'two'"):
+        integration.save(adapted, tmp_path / "three", adapter_name="three")
+    with pytest.raises(fastload.MismatchError, match="lora_magnitude"):
+        integration.load(adapted, tmp_path / "peft" / "one", adapter_name="two")
 
 
 def assert_same_models(one: Any, other: Any) -> None:
@@ -241,14 +267,27 @@ def arguments_of(folder: Path, *, fsdp: int, **more: Any) -> TrainingArguments:
     return TrainingArguments(**{**given, **more})
 
 
-def trainer_of(folder: Path, *, fsdp: int = 0, kill_at: int = -1, **more: Any) -> OurTrainer:
+def adapted() -> Any:
+    """A model with two adapters, of which one is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(
+        llama(tied=False), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    made.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    return made
+
+
+def trainer_of(
+    folder: Path, *, fsdp: int = 0, kill_at: int = -1, has_adapters: bool = False, **more: Any
+) -> OurTrainer:
     torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, 128, (8,), generator=numbers) for _ in range(64)]
     data: Any = [{"input_ids": each, "labels": each} for each in tokens]
     with fsdp_without_gpus(fsdp):
         return OurTrainer(
-            model=llama(tied=not fsdp),
+            model=adapted() if has_adapters else llama(tied=not fsdp),
             args=arguments_of(folder, fsdp=fsdp, **more),
             train_dataset=data,
             eval_dataset=data[:8],
@@ -256,12 +295,14 @@ def trainer_of(folder: Path, *, fsdp: int = 0, kill_at: int = -1, **more: Any) -
         )
 
 
-def trains(rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes: bool) -> dict[str, Any]:
+def trains(
+    rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes: bool, has_adapters: bool
+) -> dict[str, Any]:
     """Trains to the end, or to where it is killed; returns weights of the best model, and what is left."""
     if resumes and fsdp:
         for path in folder.glob("checkpoint-*"):
             name_random_states_as_before(path / "training_state")
-    trainer = trainer_of(folder, fsdp=fsdp, kill_at=kill_at)
+    trainer = trainer_of(folder, fsdp=fsdp, kill_at=kill_at, has_adapters=has_adapters)
     began_at: list[int] = []
 
     class Beginning(TrainerCallback):
@@ -273,7 +314,9 @@ def trains(rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes
     assert trainer.state.global_step == 6
     weights = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
     best = Path(trainer.state.best_model_checkpoint)
-    if rank == 0 and fsdp:
+    if rank == 0 and has_adapters:
+        assert_read_by_peft(best, weights)
+    elif rank == 0 and fsdp:
         # It is a directory of transformers, whoever saved it.
         found = AutoModelForCausalLM.from_pretrained(best).state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
@@ -284,6 +327,17 @@ def trains(rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes
         "kept": sorted(path.name for path in folder.iterdir()),
         "began_at": began_at[0],
     }
+
+
+def assert_read_by_peft(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """The directory is one of PEFT, whoever saved it."""
+    from peft import PeftModel
+
+    found = PeftModel.from_pretrained(llama(tied=False), path)
+    found.load_adapter(path / "other", "other")
+    names = [name for name in weights if "lora_" in name]
+    assert len(names) == 8
+    assert all(torch.equal(found.state_dict()[name], weights[name]) for name in names)
 
 
 def name_random_states_as_before(path: Path) -> None:
@@ -305,7 +359,9 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     model = llama(tied=True)
     model._hf_peft_config_loaded = True  # as transformers marks it
-    with pytest.raises(fastload.OptionError, match=r"cannot save a training with adapters \(PEFT\)"):
+    with pytest.raises(
+        fastload.OptionError, match=r"a training with adapters of PreTrainedModel\.add_adapter"
+    ):
         OurTrainer(model=model, args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
     AcceleratorState._reset_state(reset_partial_state=True)
     model = llama(tied=True)
@@ -363,6 +419,10 @@ def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+    if not fsdp and importlib.util.find_spec("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["0"]))
     model._no_split_modules = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

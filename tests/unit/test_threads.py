@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import weakref
 from functools import partial
 
 import pytest
+import torch
 
 from fastload.base import threads
 from fastload.base.threads import Task, Workers
@@ -126,3 +128,22 @@ def test_in_a_forked_child_tasks_are_done_by_threads_of_its_own() -> None:
         task.join(20)
         os._exit(task.is_alive())
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif("USE_OPENMP=ON" not in torch.__config__.show(), reason="torch is without OpenMP")
+def test_torch_uses_one_thread_for_a_thread_that_asks_for_it() -> None:
+    """In a process of its own, since torch keeps threads that do not survive a fork."""
+    code = (
+        "import threading, torch; from fastload.base.threads import one_torch_thread as one\n"
+        "torch.set_num_threads(3); found = []\n"
+        "def work():\n"
+        "    with one(): found.append(torch.get_num_threads())\n"
+        "    found.append(torch.get_num_threads())\n"
+        "with one():\n"
+        "    found.append(torch.get_num_threads())\n"
+        "    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))\n"
+        "    other.start(); other.join()\n"
+        "work(); other = threading.Thread(target=work); other.start(); other.join()\n"
+        "assert found == [1, 3, 1, 3, 1, 3], found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,163 @@
+"""PEFT: adapters of a model, which all ranks save and load together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import peft
+from torch import Tensor
+
+import fastload
+from fastload import LoadOptions, OptionError, SaveOptions
+from fastload.geometry.dtensors import local_of
+from fastload.integrations.directory_save import DirectorySave
+from fastload.integrations.frameworks import live_state, require_signatures, state_to_save, unknown_version
+
+TESTED = "0.21"
+try:
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+except ImportError as error:
+    raise unknown_version(peft, TESTED, error) from None
+
+__all__ = ["load", "save"]
+
+DEFAULT = "default"
+"""The adapter whose files are in the directory of a model; others have a directory of their name in it."""
+
+_SIGNATURES = {
+    "peft.get_peft_model_state_dict": (
+        peft,
+        "model state_dict adapter_name unwrap_compiled save_embedding_layers",
+    ),
+    "PeftModel.add_adapter": (
+        PeftModel,
+        "self adapter_name peft_config low_cpu_mem_usage autocast_adapter_dtype",
+    ),
+    "PeftModel._get_base_model_class": (PeftModel, "self is_prompt_tuning"),
+}
+
+
+def save(
+    model: PeftModel,
+    path: str | os.PathLike[str],
+    *,
+    adapter_name: str = DEFAULT,
+    process_group: Any = None,
+    options: SaveOptions | None = None,
+) -> None:
+    """Saves one adapter of a model on all ranks together, as PEFT does.
+
+    The directory has ``adapter_model.safetensors`` and ``adapter_config.json``, for
+    ``PeftModel.from_pretrained`` and other programs. It appears as a whole, once it is durable.
+
+    Args:
+        model: The model, plain or sharded.
+        path: The directory, on a file system that all ranks see. An existing one is replaced.
+        adapter_name: The adapter.
+        process_group: As for `fastload.save`.
+        options: How to save; None for the defaults.
+
+    Raises:
+        OptionError: fastload does not know this version of PEFT, or the model has no such adapter.
+        FastloadError: As for `fastload.save`.
+    """
+    require_signatures(peft, TESTED, _SIGNATURES)
+    _require_adapter(model, adapter_name)
+    DirectorySave(
+        os.fspath(path),
+        {"": tensors_of(model, adapter_name, state_to_save(model))},
+        adapters=[""],
+        add_files=partial(save_config, model, adapter_name),
+        on_publish=_nothing,
+        process_group=process_group,
+        options=replace(options or SaveOptions(), overwrite=True),
+    ).wait()
+
+
+def load(
+    model: PeftModel,
+    path: str | os.PathLike[str],
+    *,
+    adapter_name: str = DEFAULT,
+    process_group: Any = None,
+    options: LoadOptions | None = None,
+) -> None:
+    """Loads an adapter into a model on all ranks together, in place; each byte is read once.
+
+    Args:
+        model: The model, plain or sharded. If it has no such adapter, the adapter is added, by the
+            configuration at `path`; it is not made the active one.
+        path: A directory that PEFT or `save` made; all ranks see it.
+        adapter_name: The adapter.
+        process_group: As for `fastload.load`.
+        options: How to load; None for the defaults.
+
+    Raises:
+        OptionError: fastload does not know this version of PEFT.
+        MismatchError: The adapter at `path` is another one, by names or shapes.
+        FastloadError: As for `fastload.load`.
+    """
+    require_signatures(peft, TESTED, _SIGNATURES)
+    folder = os.fspath(path)
+
+    def add() -> None:
+        if adapter_name not in model.peft_config:
+            model.add_adapter(adapter_name, PeftConfig.from_pretrained(folder))
+
+    fastload.world.agree(f"adding the adapter of {folder}", add, process_group=process_group)
+    into = tensors_of(model, adapter_name, live_state(model), unshared=False)
+    fastload.load(folder, into=into, process_group=process_group, options=options)
+
+
+def tensors_of(
+    model: PeftModel, adapter_name: str, state: Mapping[str, Any], *, unshared: bool = True
+) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter under their names in files of PEFT.
+
+    Args:
+        model: The model.
+        adapter_name: The adapter.
+        state: The state dict of the model.
+        unshared: Whether tensors that share memory are copied: a file has them all, like one of PEFT.
+    """
+    found = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter_name)
+    if unshared:
+        known: set[int] = set()
+        for name, tensor in found.items():
+            address = local_of(tensor).data_ptr()
+            found[name] = tensor.detach().clone() if address and address in known else tensor
+            known.add(address)
+    return found  # type: ignore[no-any-return]
+
+
+def folder_of(adapter_name: str) -> str:
+    """Returns the directory of an adapter below that of its model; empty if it is the same."""
+    return "" if adapter_name == DEFAULT else adapter_name
+
+
+def save_config(model: PeftModel, adapter_name: str, folder: str) -> None:
+    """Writes the configuration of an adapter, as ``PeftModel.save_pretrained`` does."""
+    config = deepcopy(model.peft_config[adapter_name])
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None) or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        base = model._get_base_model_class(is_prompt_tuning=config.is_prompt_learning)
+        mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    config.save_pretrained(folder, auto_mapping_dict=mapping)
+
+
+def _require_adapter(model: PeftModel, adapter_name: str) -> None:
+    if adapter_name not in model.peft_config:
+        names = ", ".join(map(repr, model.peft_config))
+        raise OptionError(f"the model has no adapter {adapter_name!r}: it has {names}")
+
+
+def _nothing() -> None:
+    pass
