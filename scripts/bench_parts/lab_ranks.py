@@ -28,12 +28,14 @@ class Crossed:
         written: From hosts to the storage.
         exchanged: From hosts to hosts.
         entered: Into each host.
+        left: Out of each host.
     """
 
     read: int
     written: int
     exchanged: int
     entered: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def __sub__(self, earlier: Crossed) -> Crossed:
         return Crossed(
@@ -41,6 +43,7 @@ class Crossed:
             self.written - earlier.written,
             self.exchanged - earlier.exchanged,
             tuple(now - before for now, before in zip(self.entered, earlier.entered, strict=True)),
+            tuple(now - before for now, before in zip(self.left, earlier.left, strict=True)),
         )
 
 
@@ -78,6 +81,7 @@ class Ranks:
             counts["storage_rx"],
             sum(host["tx"] for host in hosts) - counts["storage_rx"],
             tuple(host["rx"] for host in hosts),
+            tuple(host["tx"] for host in hosts),
         )
 
     def write(self, line: dict[str, Any]) -> None:
