@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -854,8 +854,10 @@ def deal(
         holders: For each group, the readers that can read it, ascending; None if each can read all.
 
     Returns:
-        The shares in the order in which each reader reads, group by group. Readers begin with different
-        groups: else all would send to the same ranks at the same time.
+        The shares in the order in which each reader reads, group by group. All readers begin with the groups
+        of the fewest ranks, since a rank that gets everything from one reader and parts from the others at
+        the same time gets more than its link takes. Of these each begins with another one: else all would
+        send to the same ranks at the same time.
     """
     totals = [sum(end - begin for begin, end in of_group) for of_group in ranges]
     cap = -(-sum(totals) // len(readers)) + _SLACK_BYTES
@@ -877,10 +879,21 @@ def deal(
         for group, quota in enumerate(quotas)
         for part in _cut(ranges[group], _bounds(quota, totals[group]))
     ]
-    first = {reader: index * len(totals) // len(readers) for index, reader in enumerate(readers)}
+    alike: dict[int, list[int]] = defaultdict(list)  # groups by their number of ranks
+    for group, ranks in enumerate(requesters):
+        alike[len(ranks)].append(group)
+    places = {group: place for groups in alike.values() for place, group in enumerate(groups)}
+    index_of = {reader: index for index, reader in enumerate(readers)}
+
+    def position(part: tuple[int, int, int, int]) -> tuple[int, int]:
+        group, reader, *_ = part
+        num_ranks = len(requesters[group])
+        count = len(alike[num_ranks])
+        return num_ranks, (places[group] - index_of[reader] * count // len(readers)) % count
+
     reads = dict.fromkeys(readers, 0)
     shares = []
-    for group, reader, begin, end in sorted(cut, key=lambda part: (part[0] - first[part[1]]) % len(totals)):
+    for group, reader, begin, end in sorted(cut, key=position):
         shares.append(Share(group, reader, begin, end, reads[reader]))
         reads[reader] += end - begin
     return shares

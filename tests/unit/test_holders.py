@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import HeldRange, Holders, RoutedPlan, RoutedView, plan_routes
@@ -83,3 +84,35 @@ def test_what_nobody_has_is_told() -> None:
     assert holders.lacking(tensors) == 32
     assert holders.lacking(tensors[1:]) == 0
     assert holders.ranks == (0, 1)
+
+
+def test_no_rank_gets_more_at_a_time_than_its_link_takes() -> None:
+    """From shards by rows on four ranks to tensors split by rows and by columns, in turn, on four others."""
+    rows, row_bytes, num_tensors = 64, 4096, 8
+    part, column = rows // 4 * row_bytes, row_bytes // 4
+    tensors = [ByteRange(0, rows * row_bytes * number, rows * row_bytes) for number in range(num_tensors)]
+    wants: list[Want] = [[] for _ in range(8)]
+    for rank in range(4):
+        for number in range(num_tensors):
+            by_columns = Runs(rank * column, column, ((rows, row_bytes),))
+            runs = by_columns if number % 2 else Runs(rank * part, part, ())
+            wants[4 + rank].append((number, (runs,)))
+    holders = Holders(
+        tuple(
+            HeldRange(0, each.offset + rank * part, each.offset + (rank + 1) * part, (rank,))
+            for each in tensors
+            for rank in range(4)
+        )
+    )
+    plan = plan_routes(
+        SharingGroups(tensors, RankRequests.join([RankRequest.of(want) for want in wants]), 4096),
+        holders.ranks,
+        order=range(8),
+        staging_bytes=1 << 24,
+        chunk_bytes=part,
+        holders=holders,
+    )
+    views = [plan.view(rank) for rank in range(8)]
+    for index in range(plan.num_rounds):
+        received = [sum(message.nbytes for message in view.incoming(index)) for view in views[4:]]
+        assert max(received) <= 1.1 * part, (index, received)
