@@ -879,16 +879,16 @@ def deal(
         for group, quota in enumerate(quotas)
         for part in _cut(ranges[group], _bounds(quota, totals[group]))
     ]
-    alike: dict[int, list[int]] = defaultdict(list)  # groups by their number of ranks
+    same_size: dict[int, list[int]] = defaultdict(list)  # groups by their number of ranks
     for group, ranks in enumerate(requesters):
-        alike[len(ranks)].append(group)
-    places = {group: place for groups in alike.values() for place, group in enumerate(groups)}
+        same_size[len(ranks)].append(group)
+    places = {group: place for groups in same_size.values() for place, group in enumerate(groups)}
     index_of = {reader: index for index, reader in enumerate(readers)}
 
     def position(part: tuple[int, int, int, int]) -> tuple[int, int]:
         group, reader, *_ = part
         num_ranks = len(requesters[group])
-        count = len(alike[num_ranks])
+        count = len(same_size[num_ranks])
         return num_ranks, (places[group] - index_of[reader] * count // len(readers)) % count
 
     reads = dict.fromkeys(readers, 0)
