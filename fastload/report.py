@@ -73,6 +73,7 @@ class RankReport(_RankReport):
         bytes_read: Data bytes it read from storage.
         direct_bytes_read: Data bytes it read without the page cache (O_DIRECT).
         bytes_verified: Data bytes it checked against the commit record; 0 for checkpoints without one.
+        bytes_patched: Bytes of its tensors that held a base of a delta: it read their changes only.
         header_bytes_read: Bytes of headers and indexes it read.
         bytes_received: Data bytes it received from other ranks.
         bytes_in: Bytes it received from ranks that share no memory with it, for itself and for other ranks of
@@ -94,6 +95,7 @@ class RankReport(_RankReport):
     bytes_read: int = 0
     direct_bytes_read: int = 0
     bytes_verified: int = 0
+    bytes_patched: int = 0
     header_bytes_read: int = 0
     bytes_received: int = 0
     bytes_in: int = 0

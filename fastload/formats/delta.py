@@ -52,6 +52,11 @@ def element_bytes(dtype: str) -> int:
     return bits // 8 if bits % 8 == 0 else 1
 
 
+def bits_of(itemsize: int) -> torch.dtype:
+    """Returns the integers of the length of an element."""
+    return _BITS[itemsize]
+
+
 def values_dtype(dtype: str) -> str:
     """Returns the safetensors dtype of the values."""
     return dtype if DTYPES[dtype][0] % 8 == 0 else "U8"

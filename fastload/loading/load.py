@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
 from operator import and_
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +32,7 @@ from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Runs
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.match import Match
+from fastload.loading.patch import patched
 from fastload.loading.prefetch import BackgroundReads, Prefetch
 from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions
@@ -90,6 +91,7 @@ class Session:
         self.is_closed = False
         self._prefetch: Prefetch | None = None  # until all ranks have read their shares
         self._held: tuple[HeldBytes, Holders] | None = None  # from then on
+        self._deltas: dict[int, Session] = {}  # those of `Access.deltas` that are in use
 
     @property
     def manifest(self) -> Manifest:
@@ -135,6 +137,9 @@ class Session:
         """
         if self._prefetch is not None or self._held is not None:
             return
+        if self.opened.access.deltas:  # a model that holds the base needs no more
+            self._delta(0).prefetch()
+            return
 
         def begin() -> None:
             self._prefetch = Prefetch(self.opened)
@@ -151,6 +156,8 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
+        for session in self._deltas.values():
+            session.await_prefetch()
         while (prefetch := self._prefetch) is not None:
             held: list[HeldBytes] = []
 
@@ -173,7 +180,17 @@ class Session:
         """Whether no read of what this rank prefetches is under way."""
         return self._prefetch is None or self._prefetch.is_done
 
+    def _delta(self, number: int) -> Session:
+        """Returns the open files of a delta, by its number in `Access.deltas`."""
+        if number not in self._deltas:
+            opened = self.opened
+            options = replace(opened.options, atomic=False, trace=None, progress=None, on_report=None)
+            self._deltas[number] = Session(opened.world, opened.access.deltas[number], options)
+        return self._deltas[number]
+
     def _end_prefetch(self) -> None:
+        for session in self._deltas.values():
+            session._end_prefetch()
         pending, self._prefetch = self._prefetch, None
         if pending is not None:
             pending.close(wait_s=min(1.0, self.opened.world.grace_s))
@@ -189,6 +206,14 @@ class Session:
             FastloadError: A rank failed.
         """
         self.await_prefetch()
+        opened, storage = self.opened, self.opened.access.storage
+        began = time.perf_counter(), storage.bytes_read, storage.direct_bytes_read
+        if opened.access.deltas and staging_bytes is None:
+            members = members_of(opened.world.group)
+            match = partial(
+                request.match, opened.access.tensors, opened.world.rank, opened.world.size, members
+            )
+            request = patched(opened, request, match, self._delta)
         while True:
             opened = self.opened
             if self._held is not None:
@@ -197,7 +222,7 @@ class Session:
             if staging_bytes is not None:  # for a part of a stream, in new memory
                 options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
                 opened = replace(opened, options=options)
-            job = prepare(opened, request)
+            job = _since(prepare(opened, request), *began)
             if not opened.options.atomic or self._read_first(job):
                 loaded = self.run(job)
                 if loaded is not None:
@@ -330,6 +355,17 @@ class Session:
             self._held = None
 
 
+def _since(job: Job, began: float, bytes_read: int, direct_bytes_read: int) -> Job:
+    """Returns a job whose report begins earlier."""
+    request = replace(
+        job.request,
+        began=began,
+        bytes_read_before=bytes_read,
+        direct_bytes_read_before=direct_bytes_read,
+    )
+    return replace(job, request=request)
+
+
 def _raise_first(errors: list[BaseException]) -> None:
     try:
         raise errors[0]
@@ -373,6 +409,7 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         bytes_read=access.storage.bytes_read - request.bytes_read_before,
         direct_bytes_read=access.storage.direct_bytes_read - request.direct_bytes_read_before,
         bytes_verified=sum(job.pipeline.reader.verified.total for job in passes),
+        bytes_patched=request.matched.bytes_patched,
         header_bytes_read=opened.header_bytes,
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
         bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),

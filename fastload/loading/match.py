@@ -63,6 +63,7 @@ class Match:
         advice: What to do if no rank wants them.
         stream_buffer: Hands out tensors as they arrive; `destinations` then have no memory. None for a load
             into tensors that all exist at its end.
+        bytes_patched: Bytes of tensors that `finish` patches; see `fastload.loading.patch`.
     """
 
     destinations: list[Destination]
@@ -74,6 +75,7 @@ class Match:
     surplus: tuple[str, ...] = ()
     advice: str = ""
     stream_buffer: StreamBuffer | None = None
+    bytes_patched: int = 0
 
     def raise_unexpected(self, url: str, unwanted: Sequence[str]) -> None:
         """Raises if the checkpoint has anything that no rank wants and some rank has to.

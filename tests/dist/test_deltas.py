@@ -8,12 +8,14 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fastload
 from fastload.errors import (
@@ -167,6 +169,88 @@ def test_any_sequence_of_saves(rank: int, world: int, tmp_path: Path) -> None:
         dist.barrier()
 
 
+def refresh(path: Path, into: dict[str, Tensor], rank: int, **how: Any) -> tuple[int, int]:
+    """Loads; returns the bytes that all ranks read, and those of this rank that were patched."""
+    reports: list[fastload.LoadReport] = []
+    chosen = fastload.LoadOptions(timeout_s=20, strategy="allgather", on_report=reports.append, **how)
+    fastload.load(path, into=into, strict=False, options=chosen)
+    return reports[0].bytes_read, reports[0].ranks[rank].bytes_patched
+
+
+@ranks(3, ranks_per_host=1)
+def test_tensors_that_hold_a_base_are_patched(rank: int, world: int, tmp_path: Path) -> None:
+    """Replicated and sharded, one or two deltas behind, or with the result already."""
+    first = weights()
+    states = [first, step(first, 1), step(step(first, 1), 2)]
+    paths = [tmp_path / str(number) for number in range(3)]
+    fastload.save(first, paths[0], options=options())
+    sizes = [save(states[at], paths[at], base=paths[at - 1]).nbytes for at in (1, 2)]
+    nbytes = sum(tensor.nbytes for tensor in first.values())
+    for at in (0, 1, 2):
+        into = copy.deepcopy(states[at])
+        before = into["wide"].data_ptr()
+        bytes_read, patched = refresh(paths[2], into, rank, atomic=at == 1)
+        assert_same_bits(into, states[2])
+        assert patched == nbytes
+        assert into["wide"].data_ptr() == before
+        assert bytes_read <= sum(sizes[at:])
+    for placement in (Shard(0), Shard(1)):
+        mesh = init_device_mesh("cpu", (world,))
+        parts = {name: placed(tensor.clone(), mesh, [placement]) for name, tensor in states[1].items()}
+        expected = locals_of({n: placed(t.clone(), mesh, [placement]) for n, t in states[2].items()})
+        bytes_read, patched = refresh(paths[2], parts, rank)
+        assert_same_bits(locals_of(parts), expected)
+        held = sum(tensor.nbytes for tensor in expected.values())
+        # Blocks of 4 KiB at the ends of shards are read with their base; of columns, all.
+        assert (0.8 * held < patched < held) if placement.dim == 0 else patched < 0.2 * held
+        if placement.dim == 0:
+            assert bytes_read < sizes[1] + 3 * world * 4096 * len(first)
+
+
+@ranks(2)
+def test_tensors_that_do_not_hold_a_base_are_loaded(rank: int, world: int, tmp_path: Path) -> None:
+    """Each rank patches what fits, and loads the rest: the result is exact whatever was there."""
+    first = weights()
+    second = step(first, 1)
+    fastload.save(first, tmp_path / "0", options=options())
+    save(second, tmp_path / "1", base=tmp_path / "0")
+    nbytes = sum(tensor.nbytes for tensor in first.values())
+    one_bit = copy.deepcopy(first)
+    one_bit["wide"].view(torch.int16)[399, 499] ^= 1
+    mixed = copy.deepcopy(first if rank else second)
+    mixed["frozen"][3] = 7
+    turned = {**copy.deepcopy(first), "frozen": first["frozen"].t().contiguous().t()}
+    apart = step(first, 5, 0.5)
+    cases: dict[str, tuple[dict[str, Tensor], int]] = {
+        "one bit": (one_bit, nbytes - second["wide"].nbytes),
+        "another version on each rank": (mixed, 0),
+        "strides": (turned, nbytes - first["frozen"].nbytes),
+        "anything": (apart, 0),
+        "base": ({name: tensor.clone() for name, tensor in first.items()}, nbytes),
+    }
+    for name, (into, wanted) in cases.items():
+        _, patched = refresh(tmp_path / "1", into, rank, atomic=name != "anything")
+        assert patched == wanted, name
+        assert_same_bits(into, second)
+    cast = {"wide": first["wide"].double()}
+    fastload.load(tmp_path / "1", into=cast, names=["wide"], dtype="float64", options=LOAD)
+    assert_same_bits(cast, {"wide": second["wide"].double()})
+    only = {name: first[name].clone() for name in ("wide", "odd")}
+    chosen = {**only, "deep": first["deep"].clone()}
+    fastload.load(tmp_path / "1", into=chosen, names=["wide", "odd"], options=LOAD)
+    assert_same_bits(chosen, {"wide": second["wide"], "odd": second["odd"], "deep": first["deep"]})
+    new = fastload.load(tmp_path / "1", names=["wide"], options=LOAD)
+    assert_same_bits(new, {"wide": second["wide"]})
+    with fastload.prefetch(tmp_path / "1", options=LOAD) as checkpoint:
+        checkpoint.wait()
+        into = copy.deepcopy(first)
+        checkpoint.load(into=into)
+        assert checkpoint.report is not None
+        assert checkpoint.report.bytes_read == 0
+        assert_same_bits(into, second)
+        assert_same_bits(checkpoint.load(), second)
+
+
 def damage(path: Path) -> None:
     flip(path / "delta.safetensors", -500)
 
@@ -212,6 +296,15 @@ def test_a_broken_chain_is_named_and_changes_nothing(rank: int, world: int, tmp_
         with pytest.raises(kind, match=text):
             fastload.load(root / "delta", into=into, options=ATOMIC)
         assert_same_bits(into, before)
+        into = copy.deepcopy(large)  # which holds the base
+        if fault is damage_base:
+            fastload.load(root / "delta", into=into, options=LOAD)
+            assert_same_bits(into, changed(large, 2, 0.05))
+            continue
+        with pytest.raises(kind, match=text) as raised:
+            fastload.load(root / "delta", into=into, options=LOAD)
+        assert not raised.value.is_partial
+        assert_same_bits(into, large)
 
 
 @ranks(2)
