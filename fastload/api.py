@@ -365,21 +365,16 @@ def save(
         PeerError: Ranks failed, were killed, or did not respond in time; with every cause.
         StorageError: Storage failed, in a group of one rank.
     """
-    from fastload.saving import save as saving
-    from fastload.saving.call import make_call
-    from fastload.saving.handle import raise_unseen
+    from fastload.saving.save import save_now
 
-    call = make_call(
+    return save_now(
+        state,
         path,
-        process_group,
-        metadata,
-        storage_options,
-        options,
-        raise_earlier=raise_unseen,
+        process_group=process_group,
+        metadata=metadata,
+        storage_options=storage_options,
+        options=options,
     )
-    report = saving.save(call, state)
-    call.tell(report)
-    return report
 
 
 def save_stream(

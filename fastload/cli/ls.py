@@ -13,7 +13,7 @@ import fastload
 from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
 from fastload.errors import CheckpointNotFound, UnsupportedVersion
 from fastload.estimate.units import count
-from fastload.formats.manifest import TensorEntry
+from fastload.formats.manifest import Delta, TensorEntry
 from fastload.formats.state import own_view
 from fastload.geometry.box import row_major
 from fastload.memory_tier.manifest import HostManifest
@@ -54,6 +54,9 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
     tensors, files = count(len(manifest.tensors), "tensor"), count(len(manifest.files), "file")
     total = f"{tensors}, {decimal(manifest.nbytes)} in {files} ({manifest.format})"
     console.print(total, style="bold")
+    if (delta := manifest.delta) is not None:
+        chain = f"{count(delta.num_deltas, 'delta')} since the last complete checkpoint"
+        console.print(f"a delta of {shown(delta.base)}; {chain}")
     for line in _refused(manifest):
         console.print(f"cannot be loaded: {shown(line)}")
 
@@ -78,6 +81,7 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
         "nbytes": manifest.nbytes,
         "metadata": dict(manifest.metadata),
         "refused": _refused(manifest),
+        "delta": _delta_as_json(manifest.delta),
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
         "tensors": [
             {
@@ -92,6 +96,12 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
             for entry in manifest.tensors
         ],
     }
+
+
+def _delta_as_json(delta: Delta | None) -> dict[str, Any] | None:
+    if delta is None:
+        return None
+    return {"base": delta.base, "digest": delta.digest, "num_deltas": delta.num_deltas}
 
 
 def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dict[str, Any]]:
@@ -198,6 +208,8 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         "saved_s": entry.saved_s or None,
         "nbytes": entry.summary.nbytes if entry.summary is not None else None,
         "num_files": len(entry.summary.files) if entry.summary is not None else None,
+        "base": (entry.summary.base or None) if entry.summary is not None else None,
+        "num_deltas": entry.summary.num_deltas if entry.summary is not None else None,
         "metrics": entry.saved.metrics,
     }
 
@@ -205,7 +217,9 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
 def _print_entries(entries: list[Entry]) -> None:
     metrics = sorted({name for entry in entries for name in entry.saved.metrics})
     branched = ["branch"] if any(entry.point.branch for entry in entries) else []
-    table = table_of("step", *branched, "", "size", "files", "age", *map(shown, metrics), text=("",))
+    bases = ["delta of"] if any(map(_base_of, entries)) else []
+    head = ["step", *branched, "", "size", "files", "age", *bases, *map(shown, metrics)]
+    table = table_of(*head, text=("", *bases))
     for entry in entries:
         measured = entry.saved.metrics
         table.add_row(
@@ -215,6 +229,7 @@ def _print_entries(entries: list[Entry]) -> None:
             decimal(entry.summary.nbytes) if entry.summary is not None else "–",
             str(len(entry.summary.files)) if entry.summary is not None else "–",
             age(entry.saved_s),
+            *([shown(_base_of(entry)) or "–"] if bases else []),
             *(f"{measured[name]:g}" if name in measured else "–" for name in metrics),
         )
     console = stdout()
@@ -222,6 +237,10 @@ def _print_entries(entries: list[Entry]) -> None:
     for note in filter(None, map(_note, entries)):
         console.print(note)
     console.print(f"{count(len(entries), 'checkpoint')}, {decimal(sum(map(_nbytes, entries)))}", style="bold")
+
+
+def _base_of(entry: Entry) -> str:
+    return entry.summary.base if entry.summary is not None else ""
 
 
 def _note(entry: Entry) -> str:

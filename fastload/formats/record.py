@@ -298,7 +298,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         metadata=record.metadata,
         block_bytes=record.block_bytes,
         structure=record.state,
-        record_digest=xxhash.xxh3_128_hexdigest(text),
+        record_digest=digest_of(text),
         format="fastload",
         delta=record.delta,
     )
@@ -309,7 +309,12 @@ def record_digest(storage: Storage) -> str:
     stat = storage.stat(RECORD_NAME)
     if stat is None or stat.nbytes > MAX_RECORD_BYTES:
         return ""
-    return xxhash.xxh3_128_hexdigest(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
+    return digest_of(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
+
+
+def digest_of(text: bytes) -> str:
+    """Returns the `Manifest.record_digest` of the text of a record."""
+    return xxhash.xxh3_128_hexdigest(text)
 
 
 def _read_header(storage: Storage, file: RecordedFile) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.write import WriteResult, open_pending, write
+from fastload.storage import Location
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,37 @@ def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
         return _write(call, begun, agreed, waited_s)
 
 
+def save_now(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    process_group: Any,
+    metadata: Mapping[str, str] | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    find_base: Callable[[], Location | None] | None = None,
+) -> SaveReport:
+    """Saves; returns when the checkpoint exists.
+
+    Arguments are those of `fastload.save`, and `find_base`: see `SaveCall`.
+
+    Raises:
+        FastloadError: As for `fastload.save`.
+    """
+    call = make_call(
+        path,
+        process_group,
+        metadata,
+        storage_options,
+        options,
+        raise_earlier=raise_unseen,
+        find_base=find_base,
+    )
+    report = save(call, state)
+    call.tell(report)
+    return report
+
+
 def save_in_background(
     state: Any,
     path: str | os.PathLike[str],
@@ -117,11 +149,12 @@ def save_in_background(
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions | None,
     queued: QueuedSave | None = None,
+    find_base: Callable[[], Location | None] | None = None,
 ) -> SaveHandle:
     """Copies the bytes that this rank contributes, and saves them in the background.
 
-    Arguments are those of `fastload.save`, and `queued`: its place in a queue; None writes at once. The owner
-    of the queue raises the errors of its saves on all ranks.
+    Arguments are those of `fastload.save`, `find_base` (see `SaveCall`), and `queued`: its place in a queue;
+    None writes at once. The owner of the queue raises the errors of its saves on all ranks.
 
     Raises:
         FastloadError: As for `fastload.async_save`.
@@ -135,6 +168,7 @@ def save_in_background(
         # All ranks raise an error that only some have seen, and in this call, not in the background.
         raise_earlier=raise_unseen if in_doubt() else None,
         queued=queued,
+        find_base=find_base,
     )
     begun = begin(call, state)
     work = partial(finish, call, begun)

@@ -7,15 +7,15 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fastload.base.threads import Task, each
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
-from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
+from fastload.formats.record import MAX_RECORD_BYTES, Record, digest_of, parse
 from fastload.formats.untrusted import MAX_INT
 from fastload.storage import (
     FileStat,
@@ -47,10 +47,26 @@ class Summary:
     Attributes:
         files: Name → size in bytes.
         metadata: The user's text, with step, metrics and branch.
+        digest: Digest of the record.
+        base: Name of the base of a delta; empty for a complete checkpoint.
+        base_digest: Digest of the base's record.
+        num_deltas: Number of deltas since the last complete checkpoint.
     """
 
     files: Mapping[str, int]
     metadata: Mapping[str, str]
+    digest: str = ""
+    base: str = ""
+    base_digest: str = ""
+    num_deltas: int = 0
+
+    @classmethod
+    def of(cls, record: Record, digest: str) -> Summary:
+        """Returns the summary of a record."""
+        files = {file.name: file.nbytes for file in record.files}
+        if (delta := record.delta) is None:
+            return cls(files, record.metadata, digest)
+        return cls(files, record.metadata, digest, delta.base, delta.digest, delta.num_deltas)
 
     @property
     def nbytes(self) -> int:
@@ -88,9 +104,9 @@ class Entry:
 
     Attributes:
         step: Its step.
-        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if the record is, or if a
-            file in it is missing or has another size; ``unsupported`` if this fastload cannot read the
-            record; ``unreadable`` if storage refuses access.
+        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if the record is, if a
+            file in it is missing or has another size, or if a base is missing or damaged; ``unsupported`` if
+            this fastload cannot read the record; ``unreadable`` if storage refuses access.
         problem: The reason, unless it is complete.
         saved_s: Time of the record, in seconds since 1970; 0 without one.
         place: Its path with links resolved; empty where storage has no links.
@@ -210,7 +226,8 @@ class Catalog:
 
             each(unknown, read, num_threads=_READS_AT_ONCE)
         self._records = records
-        return [_entry(step, folder, records.get(step)) for step, folder in folders.items()], folders
+        entries = [_entry(step, folder, records.get(step)) for step, folder in folders.items()]
+        return _with_bases(entries), folders
 
     def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _RecordRead:
         url = f"{storage.url}/{name}"
@@ -218,7 +235,8 @@ class Catalog:
             return _RecordRead(record, "unsupported", f"a {RECORD_NAME} of {record.nbytes} bytes")
         try:
             with self._large if record.nbytes > _LARGE_BYTES else nullcontext():
-                found = parse(storage.read_all(name, record), url)
+                text = storage.read_all(name, record)
+                summary = Summary.of(parse(text, url), digest_of(text))
         except CheckpointError as error:
             state = "damaged" if proves_damage(error) else "unsupported"
             return _RecordRead(record, state, str(error).removeprefix(f"{url}: "))
@@ -226,7 +244,7 @@ class Catalog:
             if error.transient:
                 raise
             return _RecordRead(record, "unreadable", str(error.args[0]))
-        return _RecordRead(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
+        return _RecordRead(record, summary=summary)
 
     def newest(self) -> tuple[int, int] | None:
         """Returns branch and step of the newest complete checkpoint, or None.
@@ -265,9 +283,10 @@ class Catalog:
         needed: Collection[int] = (),
         damaged: Collection[int] = (),
     ) -> list[int]:
-        """Returns the steps to delete, oldest first.
+        """Returns the steps to delete, oldest first, but deltas before their bases.
 
-        Incomplete checkpoints, links and the targets of links are ignored, and stay.
+        Incomplete checkpoints, links and the targets of links are ignored, and stay; so do the bases of all
+        deltas that stay.
 
         Args:
             entries: All checkpoints.
@@ -280,7 +299,31 @@ class Catalog:
         saved = [
             one.saved for one in entries if one.is_complete and not one.is_link and one.step not in damaged
         ]
-        return retention.expendable(saved, needed={*needed, *targets})
+        steps = set(expendable := retention.expendable(saved, needed={*needed, *targets}))
+        by_name = {_name_of(one.step): one for one in entries}
+        for one in entries:
+            if one.step not in steps:
+                steps -= {base.step for base in _bases(one, by_name)}
+        depths = {one.step: one.summary.num_deltas for one in entries if one.summary is not None}
+        return sorted((step for step in expendable if step in steps), key=lambda step: -depths[step])
+
+    def base_for(self, step: int, *, damaged: Collection[int] = ()) -> Location | None:
+        """Returns the newest complete checkpoint that does not need the one of a step; None without one.
+
+        Args:
+            step: The step that is saved, perhaps again.
+            damaged: Steps that are listed as complete, and are not.
+        """
+        entries = self.entries()
+        by_name = {_name_of(one.step): one for one in entries}
+        usable = [
+            one
+            for one in entries
+            if one.is_complete
+            and not one.is_link
+            and not {step, *damaged} & {one.step, *(base.step for base in _bases(one, by_name))}
+        ]
+        return self.path(max(usable, key=lambda one: one.point).step) if usable else None
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint; no reader finds half of it complete."""
@@ -337,6 +380,36 @@ def _entry(step: int, folder: Folder, record: _RecordRead | None) -> Entry:
     if record.summary is not None and (problem := record.summary.problem_with(folder.files)):
         state = "damaged"
     return Entry(step, state, problem, record.record.modified_s, summary=record.summary, **where)
+
+
+def _bases(entry: Entry, by_name: Mapping[str, Entry]) -> Iterator[Entry]:
+    """Yields the bases of a delta that are listed, its own first."""
+    for _ in range(entry.summary.num_deltas if entry.summary is not None else 0):
+        found = by_name.get(entry.summary.base) if entry.summary is not None else None
+        if found is None:
+            return
+        yield found
+        entry = found
+
+
+def _with_bases(entries: list[Entry]) -> list[Entry]:
+    """Returns the entries, with deltas as damaged whose base is missing, replaced or not complete."""
+    by_name = {_name_of(one.step): one for one in entries}
+    for one in sorted(entries, key=lambda one: one.summary.num_deltas if one.summary is not None else 0):
+        summary = one.summary
+        if summary is None or not summary.base or not one.is_complete or not _NAME.fullmatch(summary.base):
+            continue
+        base = by_name.get(summary.base)
+        if base is None:
+            problem = f"its base {summary.base} is missing"
+        elif base.summary is None or base.summary.digest != summary.base_digest:
+            problem = f"its base {summary.base} was replaced"
+        elif not base.is_complete:
+            problem = f"its base {summary.base} is {base.state}: {base.problem}"
+        else:
+            continue
+        by_name[_name_of(one.step)] = replace(one, state="damaged", problem=problem)
+    return list(by_name.values())
 
 
 def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -> dict[str, str]:
@@ -520,8 +593,9 @@ class Cleaner:
             _log.info("removed %s, which a dead save left behind", path)
 
     def _prune(self, step: int, damaged: set[int]) -> None:
-        entries = self._catalog.entries()
-        for old in self._catalog.expendable(entries, self._retention, needed={step}, damaged=damaged):
-            if not self._catalog.is_at(old, self._in_use()):
-                self._catalog.remove(old)
-                _log.info("removed %s", self._catalog.path(old))
+        catalog, entries = self._catalog, self._catalog.entries()
+        open_ones = {one.step for one in entries if catalog.is_at(one.step, self._in_use())}
+        for old in catalog.expendable(entries, self._retention, needed={step, *open_ones}, damaged=damaged):
+            if not catalog.is_at(old, self._in_use()):
+                catalog.remove(old)
+                _log.info("removed %s", catalog.path(old))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastload import api
 from fastload.comm.failures import require_same
 from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
@@ -17,7 +16,7 @@ from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
 from fastload.saving.handle import SaveHandle
 from fastload.saving.queue import QueuedSave
-from fastload.saving.save import save_in_background
+from fastload.saving.save import save_in_background, save_now
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, RunName, metadata_of, metrics_of
@@ -43,6 +42,7 @@ class Policy:
         options: How to save.
         max_pending_saves: Most copies of the state at once.
         memory: Directory of the memory tier on each host, or ``auto``; None without a tier.
+        deltas: Whether to save deltas.
 
     Raises:
         OptionError: A value is invalid.
@@ -55,8 +55,17 @@ class Policy:
     options: SaveOptions
     max_pending_saves: int = 1
     memory: str | None = None
+    deltas: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.deltas, bool):
+            raise OptionError(f"deltas={self.deltas!r}: must be True or False")
+        if self.deltas and self.memory is not None:
+            raise OptionError("deltas=True: is not for a run with memory=, which saves complete checkpoints")
+        if self.options.base is not None:
+            raise OptionError(
+                f"base={self.options.base!r}: deltas=True saves each checkpoint as a delta of the one before"
+            )
         if type(self.max_pending_saves) is not int or self.max_pending_saves < 1:
             raise OptionError(f"max_pending_saves={self.max_pending_saves!r}: must be a number of at least 1")
         if self.max_pending_saves > 1 and not self.async_:
@@ -75,6 +84,7 @@ class Policy:
             **asdict(self.retention),
             "best": list(best) if best is not None else None,
             "async_": self.async_,
+            "deltas": self.deltas,
             "max_pending_saves": self.max_pending_saves,  # not `memory`, which may differ between hosts
             **self.options.shared_values(),
         }
@@ -143,6 +153,8 @@ class CheckpointManager:
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
         max_pending_saves: Most copies of the state at once, written or waiting. The first save allocates the
             memory of all.
+        deltas: Whether to save only what differs from the newest complete checkpoint of the root; see
+            docs/deltas.md. Checkpoints that others need as their base are kept.
         memory: Also saves to the memory of the hosts: a directory on each host, such as one of a tmpfs or of
             a fast local disk, or ``auto`` for ``/dev/shm`` (or a larger tmpfs).
         memory_every_steps: Steps between saves to memory.
@@ -174,6 +186,7 @@ class CheckpointManager:
         best: tuple[str, str] | None = None,
         async_: bool = True,
         max_pending_saves: int = 1,
+        deltas: bool = False,
         memory: str | os.PathLike[str] | None = None,
         memory_every_steps: int | None = None,
         memory_every_seconds: float | None = None,
@@ -207,6 +220,7 @@ class CheckpointManager:
                 replace(options if options is not None else SaveOptions(), overwrite=True),
                 max_pending_saves,
                 directory,
+                deltas,
             )
 
         self._world, self._policy = world, policy = meet(
@@ -224,6 +238,7 @@ class CheckpointManager:
             "options": LoadOptions(timeout_s=timeout_s, retries=retries),
         }
         self._catalog = Catalog(policy.root, storage_options, timeout_s=world.patience_s / 2, retries=retries)
+        self._bases = Catalog(policy.root, storage_options, timeout_s=world.patience_s / 2, retries=retries)
         lists, cleans, incarnation, run = self._meet()
         self._history = History(world, self._catalog, lists=lists, process_group=process_group)
         self._tier = self._open_tier(incarnation, run)
@@ -355,7 +370,7 @@ class CheckpointManager:
         request = SaveRequest(saved, path, self._schedule.stop_requested)
         if failed := self._pending.make_room(request):
             self._raise_failed(failed)
-        save = partial(self._save_to_storage, state, path, metadata)
+        save = partial(self._save_to_storage, state, path, metadata, self._find_base(step))
         has_succeeded = self._pending.start(
             request, lambda queued: self._schedule.save_to_storage(partial(save, queued))
         )
@@ -374,14 +389,30 @@ class CheckpointManager:
             timeout_s=self._policy.options.timeout_s,
         )
 
+    def _find_base(self, step: int) -> Callable[[], Location | None] | None:
+        """Returns what finds the base of a delta once it is written; None for complete checkpoints."""
+        if not self._policy.deltas:
+            return None
+        return partial(self._bases.base_for, step, damaged=frozenset(self._catalog.damaged - {step}))
+
     def _save_to_storage(
-        self, state: Any, path: str, metadata: Mapping[str, str], queued: QueuedSave | None
+        self,
+        state: Any,
+        path: str,
+        metadata: Mapping[str, str],
+        find_base: Callable[[], Location | None] | None,
+        queued: QueuedSave | None,
     ) -> SaveHandle | None:
         """Saves; returns the handle of a save in the background."""
-        given: dict[str, Any] = {**self._defaults, "metadata": metadata, "options": self._policy.options}
+        given: dict[str, Any] = {
+            **self._defaults,
+            "metadata": metadata,
+            "options": self._policy.options,
+            "find_base": find_base,
+        }
         if self._policy.async_:
             return save_in_background(state, path, **given, queued=queued)
-        api.save(state, path, **given)
+        save_now(state, path, **given)
         return None
 
     # What there is

@@ -1,0 +1,148 @@
+"""Runs whose checkpoints are deltas: what is kept, listed, restored and converted."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+import fastload
+from fastload import CheckpointManager, SaveOptions
+from fastload.cli import main
+from fastload.errors import OptionError
+from fastload.training.catalog import Catalog
+from tests.checkpoints import assert_same_bits
+from tests.dist.harness import ranks
+from tests.dist.test_deltas import LOAD, changed, step, weights
+
+OPTIONS = SaveOptions(timeout_s=20, writers="all", block_bytes=4096, max_chain=3)
+
+
+def manage(root: Path, **arguments: Any) -> CheckpointManager:
+    return CheckpointManager(root, **{"options": OPTIONS, "deltas": True, **arguments})
+
+
+def is_delta(path: Path) -> bool:
+    return (path / "delta.safetensors").exists()
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(each) for each in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def entries(root: Path) -> dict[int, Any]:
+    return {one.step: one for one in Catalog(root, None, timeout_s=20, retries=0).entries()}
+
+
+@pytest.mark.parametrize("how", [{}, {"async_": False}, {"max_pending_saves": 3}], ids=str)
+@ranks(2)
+def test_a_run_of_deltas(rank: int, world: int, tmp_path: Path, how: dict[str, Any]) -> None:
+    states = [weights()]
+    with manage(tmp_path, keep_last=2, **how) as manager:
+        for number in range(1, 8):
+            states.append(step(states[-1], number))
+            manager.save(number, {**states[number], "step": number})
+            manager.wait()
+        assert manager.latest() == 7
+        # Of two chains of four each: 5 is complete, and 6 and 7 are kept and need it.
+        assert manager.all_steps() == [5, 6, 7]
+    assert [is_delta(manager_path) for manager_path in sorted(tmp_path.glob("step_*"))] == [False, True, True]
+    with manage(tmp_path, **how) as manager:
+        state = manager.restore()
+        assert state.pop("step") == 7
+        assert_same_bits(state, states[7])
+        old = manager.restore(step=6)
+        assert old.pop("step") == 6
+        assert_same_bits(old, states[6])
+        # The run goes back: what is saved again is not a delta of itself, or of what needs it.
+        again = step(states[5], 50)
+        manager.save(6, {**again, "step": 60})
+        manager.wait()
+        assert entries(tmp_path)[6].summary.base in ("", "step_00000005")
+        assert "was replaced" in entries(tmp_path)[7].problem
+        state = manager.restore()
+        assert state.pop("step") == 60
+        assert_same_bits(state, again)
+    if rank == 0:
+        rows = {row["step"]: row for row in json.loads(run("ls", "--json", tmp_path))["checkpoints"]}
+        assert [rows[5][key] for key in ("state", "base", "num_deltas")] == ["complete", None, 0]
+        assert [rows[6][key] for key in ("base", "num_deltas")] == ["step_00000005", 1]
+        assert rows[7]["state"] == "damaged"
+        assert "delta of" in run("ls", tmp_path)
+        path = tmp_path / "step_00000006"
+        found = json.loads(run("inspect", "--json", path))
+        assert found["delta"]["base"] == "step_00000005"
+        assert {row["name"] for row in found["tensors"]} == set(again)
+        assert "a delta of step_00000005; 1 delta since the last complete checkpoint" in run("inspect", path)
+
+
+def test_convert_makes_a_complete_checkpoint(tmp_path: Path) -> None:
+    first = weights()
+    second = step(first, 1)
+    complete = SaveOptions(block_bytes=4096)
+    fastload.save({**first, "step": 1}, tmp_path / "0", options=complete)
+    fastload.save(
+        {**second, "step": 2}, tmp_path / "1", options=SaveOptions(block_bytes=4096, base=tmp_path / "0")
+    )
+    assert is_delta(tmp_path / "1")
+    with pytest.raises(OptionError, match="convert"):
+        fastload.stage(tmp_path / "1", tmp_path / "staged")
+    run("convert", tmp_path / "1", tmp_path / "2")
+    shutil.rmtree(tmp_path / "0")
+    state = fastload.load(tmp_path / "2", options=LOAD)
+    assert state.pop("step") == 2
+    assert_same_bits(state, second)
+    assert fastload.inspect(tmp_path / "2").delta is None
+
+
+def test_retention_keeps_what_a_kept_delta_needs(tmp_path: Path) -> None:
+    """Random runs: whatever is pruned, everything that is left loads, and deletions begin with deltas."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        root, states = tmp_path / str(seed), dict[int, dict[str, Tensor]]()
+        state = {"a": torch.randn(3000, generator=torch.Generator().manual_seed(seed))}
+        for number in range(1, 10):
+            base = root / f"step_{rng.choice(list(states)):08}" if states and rng.random() < 0.8 else None
+            state = changed(state, number, 0.05)
+            chosen = SaveOptions(block_bytes=4096, base=base, max_chain=4)
+            fastload.save(state, root / f"step_{number:08}", options=chosen)
+            states[number] = state
+        run(
+            "prune",
+            root,
+            "--keep-last",
+            rng.randint(1, 3),
+            *(["--keep-every", "4"] if rng.random() < 0.5 else []),
+        )
+        left = entries(root)
+        assert len(left) < 9
+        assert 9 in left
+        for number, one in left.items():
+            assert one.is_complete, one
+            loaded = fastload.load(root / f"step_{number:08}", options=LOAD)
+            assert_same_bits(loaded, states[number])
+        base = next((one.summary.base for one in left.values() if one.summary.base), None)
+        if base is not None:
+            shutil.rmtree(root / base)
+            broken = [one for one in entries(root).values() if not one.is_complete]
+            assert broken
+            assert all("its base" in one.problem for one in broken)
+
+
+def test_options_of_a_manager_that_do_not_go_together(tmp_path: Path) -> None:
+    for arguments, text in (
+        ({"memory": tmp_path / "memory"}, "memory="),
+        ({"options": SaveOptions(base=tmp_path / "0")}, "deltas=True saves each"),
+        ({"deltas": 1}, "deltas=1"),
+    ):
+        with pytest.raises(OptionError, match=text):
+            manage(tmp_path / "root", **arguments)
