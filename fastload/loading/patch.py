@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastload.loading.load import Opened, Request, Session
 
 _NUM_SAMPLES = 16
-_APPLIED_ELEMENTS = 1 << 18  # at once, which bounds the memory for their positions
+_APPLIED_ELEMENTS = 1 << 21  # at once, which bounds the memory for their positions
 _MOST_READ = 1 / 2  # of the bytes of a complete load
 
 
@@ -321,7 +321,7 @@ class _Patch:
                 ]
                 positions = table.positions(segments, indices, self._url) - begin // size
                 values = part.values[first:last]
-                elements.index_copy_(0, positions.to(data.device), values.to(data.device))
+                elements.scatter_(0, positions.to(data.device), values.to(data.device))
 
 
 def _values(part: _Part, segments: range) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from fastload import CheckpointManager, SaveOptions
 from fastload.cli import main
 from fastload.errors import OptionError
 from fastload.training.catalog import Catalog
+from fastload.training.retention import Retention
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 from tests.dist.test_deltas import LOAD, changed, step, weights
@@ -116,6 +117,11 @@ def test_retention_keeps_what_a_kept_delta_needs(tmp_path: Path) -> None:
             chosen = SaveOptions(block_bytes=4096, base=base, max_chain=4)
             fastload.save(state, root / f"step_{number:08}", options=chosen)
             states[number] = state
+        listed = list(entries(root).values())
+        order = Catalog(root, None, timeout_s=20, retries=0).expendable(listed, Retention(keep_last=1))
+        bases = {one.step: one.summary.base for one in listed if one.summary.base}
+        for at, number in enumerate(order):
+            assert bases.get(number) not in {f"step_{earlier:08}" for earlier in order[:at]}
         run(
             "prune",
             root,

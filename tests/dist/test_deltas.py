@@ -307,6 +307,77 @@ def test_a_broken_chain_is_named_and_changes_nothing(rank: int, world: int, tmp_
         assert_same_bits(into, large)
 
 
+def away(path: Path, base: Path, other: Path) -> None:
+    base.rename(base.with_name("away"))
+
+
+def another(path: Path, base: Path, other: Path) -> None:
+    away(path, base, other)
+    shutil.copytree(other, base)
+
+
+def rotten(path: Path, base: Path, other: Path) -> None:
+    shutil.copytree(path, path.with_name("kept"))
+    flip(path / "delta.safetensors", -300)
+
+
+def heal(path: Path, base: Path) -> None:
+    for there, back in ((path.with_name("kept"), path), (base.with_name("away"), base)):
+        if there.exists():
+            shutil.rmtree(back, ignore_errors=True)
+            there.rename(back)
+
+
+@ranks(3, deadline_s=100)
+def test_refreshes_under_random_faults(rank: int, world: int, tmp_path: Path) -> None:
+    """A model that is refreshed with each new version has all of that one, or all of the one before."""
+    rng = random.Random("refreshes")
+    mesh = init_device_mesh("cpu", (world,))
+    first = weights()
+    versions = [{name: first[name] for name in ("wide", "odd", "small", "steps")}]
+    paths = [tmp_path / "0"]
+    fastload.save(versions[0], paths[0], options=options())
+    fastload.save(changed(versions[0], 99, 0.1), tmp_path / "other", options=options())
+    replicated = copy.deepcopy(versions[0])
+    shards = {name: placed(tensor.clone(), mesh, [Shard(0)]) for name, tensor in versions[0].items()}
+    ends = {"loaded": 0, "raised": 0}
+    for number in range(1, 16):
+        base = paths[-1] if rng.random() < 0.85 else None
+        versions.append(changed(versions[-1], number, rng.choice([0.001, 0.02, 0.3])))
+        paths.append(tmp_path / str(number))
+        how = {"background": rng.random() < 0.3, "max_chain": 5}
+        save(copy.deepcopy(versions[-1]), paths[-1], base=base, **how)
+        fault = rng.choice([None, None, away, another, rotten])
+        into = rng.choice([replicated, shards])
+        sharded = into is shards
+        is_delta = (paths[-1] / "delta.safetensors").exists()
+        dist.barrier()
+        if fault is not None and is_delta and rank == 0:
+            fault(paths[-1], paths[-2], tmp_path / "other")
+        dist.barrier()
+        before = locals_of(into)
+        try:
+            fastload.load(paths[-1], into=into, options=ATOMIC)
+        except CheckpointError:
+            assert fault is not None
+            assert_same_bits(locals_of(into), before)
+            ends["raised"] += 1
+        else:
+            wanted = versions[-1]
+            if sharded:
+                wanted = {name: placed(t.clone(), mesh, [Shard(0)]) for name, t in wanted.items()}
+            assert_same_bits(locals_of(into), locals_of(wanted))
+            ends["loaded"] += 1
+        dist.barrier()
+        if rank == 0:
+            heal(paths[-1], paths[-2])
+        dist.barrier()
+    assert min(ends.values()) >= 3
+    fastload.load(paths[-1], into=shards, options=LOAD)
+    wanted = {name: placed(t.clone(), mesh, [Shard(0)]) for name, t in versions[-1].items()}
+    assert_same_bits(locals_of(shards), locals_of(wanted))
+
+
 @ranks(2)
 def test_what_becomes_a_complete_checkpoint(rank: int, world: int, tmp_path: Path) -> None:
     state = weights()
