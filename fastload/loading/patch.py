@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _NUM_SAMPLES = 16
 _APPLIED_ELEMENTS = 1 << 21  # at once, which bounds the memory for their positions
+_COMPARED_BYTES = 2 << 20  # likewise
+_NUM_THREADS = 2
 _MOST_READ = 1 / 2  # of the bytes of a complete load
 
 
@@ -197,12 +199,6 @@ class _Candidates:
             if begin < end:
                 self.regions.append(_Region(one, begin, end, begin - runs.start))
 
-    def _blocks(self) -> Iterator[tuple[_Region, int, int]]:
-        """Yields the region, first byte and end of each block."""
-        for region in self.regions:
-            for begin in range(region.begin, region.end, self._block_bytes):
-                yield region, begin, min(begin + self._block_bytes, region.end)
-
     def may_hold(self, manifest: Manifest) -> bool:
         """Whether some blocks, spread over all, are those of a checkpoint."""
         if manifest.block_bytes != self._block_bytes:
@@ -218,27 +214,29 @@ class _Candidates:
     def verified(self, patches: Sequence[_Patch], manifest: Manifest) -> list[_Region]:
         """Returns the regions that will be those of the result once they are patched."""
         sums, wrong = _Checksums(manifest), set[int]()
+        step = max(1, _COMPARED_BYTES // self._block_bytes) * self._block_bytes
 
-        def compare(numbered: Sequence[tuple[int, int, int]]) -> None:
-            for number, begin, end in numbered:
-                region = self.regions[number]
-                data = region.bytes(begin, end)
-                touching = [patch for patch in patches if patch.touches(region.entry.name, begin, end)]
-                if touching or not data.is_cpu:
-                    data = data.clone() if data.is_cpu else data.cpu()
-                for patch in touching:
-                    patch.apply(region.entry.name, begin, end, data)
-                if checksum(host_view(data)) != sums.get(region.entry.name, begin // self._block_bytes):
+        def compare(number: int, begin: int, end: int) -> None:
+            region = self.regions[number]
+            data, name = region.bytes(begin, end), region.entry.name
+            touching = [patch for patch in patches if patch.touches(name, begin, end)]
+            if touching or not data.is_cpu:
+                data = data.clone() if data.is_cpu else data.cpu()
+            for patch in touching:
+                patch.apply(name, begin, end, data)
+            view = host_view(data)
+            for at in range(0, end - begin, self._block_bytes):
+                block = view[at : at + self._block_bytes]
+                if checksum(block) != sums.get(name, (begin + at) // self._block_bytes):
                     wrong.add(number)
                     return
 
-        numbers = {id(region): number for number, region in enumerate(self.regions)}
-        blocks = [(numbers[id(region)], begin, end) for region, begin, end in self._blocks()]
         workers = Workers(_NUM_THREADS, "fastload-patch")
         try:
-            size = 64
             begun = [
-                workers.submit(partial(compare, blocks[at : at + size])) for at in range(0, len(blocks), size)
+                workers.submit(partial(compare, number, begin, min(begin + step, region.end)))
+                for number, region in enumerate(self.regions)
+                for begin in range(region.begin, region.end, step)
             ]
             wait_for(begun)
             for each in begun:
@@ -246,9 +244,6 @@ class _Candidates:
         finally:
             workers.close(wait_s=0.0)
         return [region for number, region in enumerate(self.regions) if number not in wrong]
-
-
-_NUM_THREADS = 2
 
 
 class _Part(NamedTuple):

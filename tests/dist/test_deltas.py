@@ -217,12 +217,15 @@ def test_tensors_that_do_not_hold_a_base_are_loaded(rank: int, world: int, tmp_p
     nbytes = sum(tensor.nbytes for tensor in first.values())
     one_bit = copy.deepcopy(first)
     one_bit["wide"].view(torch.int16)[399, 499] ^= 1
+    two_bits = copy.deepcopy(one_bit)
+    two_bits["frozen"][299, 69] += 1
     mixed = copy.deepcopy(first if rank else second)
     mixed["frozen"][3] = 7
     turned = {**copy.deepcopy(first), "frozen": first["frozen"].t().contiguous().t()}
     apart = step(first, 5, 0.5)
     cases: dict[str, tuple[dict[str, Tensor], int]] = {
         "one bit": (one_bit, nbytes - second["wide"].nbytes),
+        "two bits": (two_bits, nbytes - second["wide"].nbytes - second["frozen"].nbytes),
         "another version on each rank": (mixed, 0),
         "strides": (turned, nbytes - first["frozen"].nbytes),
         "anything": (apart, 0),
