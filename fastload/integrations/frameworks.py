@@ -109,6 +109,13 @@ def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = 
     return world.agree(what, own, timeout_s=options.timeout_s if options is not None else None)[0]
 
 
+def lone_group() -> Any:
+    """Returns a group of this rank alone; None if it is alone anyway."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
 def is_fastload_checkpoint(folder: str) -> bool:
     """Whether fastload saved the checkpoint in a directory, as rank 0 sees it. A call of all ranks."""
     path = os.path.join(folder, RECORD_NAME)

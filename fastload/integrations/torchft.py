@@ -26,16 +26,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 import torchft
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import fastload
 from fastload import DeadlineExceeded, LoadOptions, OptionError, SaveOptions
 from fastload.formats.names import RECORD_NAME
-from fastload.integrations.frameworks import unknown_version
+from fastload.geometry.dtensors import is_dtensor, local_of
+from fastload.integrations.frameworks import lone_group, unknown_version
 
 TESTED = "2026.10.26"
 try:
@@ -43,7 +42,7 @@ try:
 except ImportError as error:
     raise unknown_version(torchft, TESTED, error) from None
 
-__all__ = ["Transport"]
+__all__ = ["ReplicaTransport"]
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ _SHARDED = "sharded"
 """Key of the mark that a state had DTensors, in the metadata of the checkpoint."""
 
 
-class Transport(CheckpointTransport[T]):  # type: ignore[misc]
+class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]
     """Sends states to replicas that are behind, over HTTP, for torchft's ``Manager``.
 
     The sender copies its state to files in memory and serves them until `disallow_checkpoint`. Receivers
@@ -87,9 +86,9 @@ class Transport(CheckpointTransport[T]):  # type: ignore[misc]
         self._folder = Path(tempfile.mkdtemp(prefix="fastload-torchft-", dir=folder))
         self._host = host or socket.gethostname()
         self._token = secrets.token_urlsafe(24)
-        self._alone: Any = None
+        self._group = lone_group()
         try:
-            self._server = _Server(self._folder, self._token)
+            self._server = _StateServer(self._folder, self._token)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -106,12 +105,12 @@ class Transport(CheckpointTransport[T]):  # type: ignore[misc]
             FastloadError: It cannot be copied: there is too little memory in `folder`, for example.
         """
         self.disallow_checkpoint()
-        state = tree_map_only(DTensor, DTensor.to_local, state_dict)
-        is_sharded = _has_dtensors(state_dict)
+        state = tree_map_only(Tensor, local_of, state_dict)
+        is_sharded = any(map(is_dtensor, tree_leaves(state_dict)))
         fastload.save(
             state,
             self._folder / str(step),
-            process_group=self._group(),
+            process_group=self._group,
             metadata={_SHARDED: "yes"} if is_sharded else None,
             options=replace(self._save_options, timeout_s=timeout.total_seconds(), overwrite=True),
         )
@@ -134,7 +133,7 @@ class Transport(CheckpointTransport[T]):  # type: ignore[misc]
         _await(f"{url}/{RECORD_NAME}", deadline, f"rank {src_rank}, step {step}")
         left_s = max(_POLL_S, deadline - time.monotonic())
         options = replace(self._load_options, timeout_s=left_s)
-        with fastload.open(url, process_group=self._group(), options=options) as checkpoint:
+        with fastload.open(url, process_group=self._group, options=options) as checkpoint:
             if self._state_dict is None:
                 if checkpoint.metadata.get(_SHARDED):
                     raise OptionError(
@@ -142,14 +141,14 @@ class Transport(CheckpointTransport[T]):  # type: ignore[misc]
                         "DTensors are filled in place"
                     )
                 return checkpoint.load()  # type: ignore[no-any-return]
-            own: dict[int, DTensor] = {}
+            own: dict[int, Tensor] = {}
 
-            def local(tensor: DTensor) -> Tensor:
-                shard = tensor.to_local()
+            def local(tensor: Tensor) -> Tensor:
+                shard = local_of(tensor)
                 own[id(shard)] = tensor
                 return shard
 
-            into = tree_map_only(DTensor, local, self._state_dict())
+            into = tree_map_only(Tensor, local, self._state_dict())
             checkpoint.load(into=into)
         return tree_map(lambda leaf: own.get(id(leaf), leaf), into)  # type: ignore[no-any-return]
 
@@ -157,18 +156,6 @@ class Transport(CheckpointTransport[T]):  # type: ignore[misc]
         """Ends the server, and removes the files."""
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _group(self) -> Any:
-        """Returns a group of this rank alone; None if torch.distributed is not in use or has one rank."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
-        if self._alone is None:
-            self._alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        return self._alone
-
-
-def _has_dtensors(state: Any) -> bool:
-    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(state))
 
 
 def _await(url: str, deadline: float, what: str) -> None:
@@ -191,7 +178,7 @@ def _await(url: str, deadline: float, what: str) -> None:
         time.sleep(_POLL_S)
 
 
-class _Server(ThreadingHTTPServer):
+class _StateServer(ThreadingHTTPServer):
     """Serves the files of a directory, and byte ranges of them, below a secret path.
 
     Args:
@@ -203,7 +190,7 @@ class _Server(ThreadingHTTPServer):
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def __init__(self, folder: Path, token: str) -> None:
-        super().__init__(("", 0), partial(_Handler, folder, token))
+        super().__init__(("", 0), partial(_FileHandler, folder, token))
         self._thread = threading.Thread(target=self.serve_forever, name="fastload-torchft", daemon=True)
         self._thread.start()
 
@@ -221,7 +208,7 @@ class _Server(ThreadingHTTPServer):
         self._thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _FileHandler(BaseHTTPRequestHandler):
     """Replies to HEAD and GET, with at most one byte range."""
 
     protocol_version = "HTTP/1.1"

@@ -39,13 +39,13 @@ from unittest import TestCase
 import torch
 from torchft.checkpointing import transport_test
 
-from fastload.integrations.torchft import Transport
+from fastload.integrations.torchft import ReplicaTransport
 
 cpu = torch.device("cpu")
 
 
 def make(rank, world_size):
-    return Transport(lambda: transport_test.make_state_dict(cpu), folder=sys.argv[1], host="127.0.0.1")
+    return ReplicaTransport(lambda: transport_test.make_state_dict(cpu), folder=sys.argv[1], host="127.0.0.1")
 
 
 transport_test.run_multi_recovery_test(TestCase(), make, device=cpu)
@@ -77,12 +77,12 @@ def state_of(mesh: Any, seed: int) -> dict[str, Any]:
 
 @ranks(4)
 def test_shards_heal_in_place_from_the_rank_of_the_same_number(rank: int, world: int, tmp_path: Path) -> None:
-    from fastload.integrations.torchft import Transport
+    from fastload.integrations.torchft import ReplicaTransport
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))["shard"]
     live, own = state_of(mesh, 1), state_of(mesh, 2)
     before = [local.data_ptr() for local in map(local_of, tensors_of(own))]
-    transport = Transport(lambda: own, folder=tmp_path, host="127.0.0.1")
+    transport = ReplicaTransport(lambda: own, folder=tmp_path, host="127.0.0.1")
     urls: list[Any] = [None] * world
     dist.all_gather_object(urls, transport.metadata())
     if rank < 2:
@@ -95,7 +95,7 @@ def test_shards_heal_in_place_from_the_rank_of_the_same_number(rank: int, world:
         for one, other in zip(tensors_of(got), tensors_of(live), strict=True):
             assert getattr(one, "placements", None) == getattr(other, "placements", None)
             assert torch.equal(local_of(one), local_of(other))
-        bare = Transport(folder=tmp_path, host="127.0.0.1")
+        bare = ReplicaTransport(folder=tmp_path, host="127.0.0.1")
         with pytest.raises(fastload.OptionError, match=rf"rank {rank - 2} has DTensors: give .* state_dict="):
             bare.recv_checkpoint(rank - 2, urls[rank - 2], 7, SECONDS)
         bare.shutdown()
@@ -110,9 +110,9 @@ def tensors_of(state: Any) -> list[Tensor]:
 
 
 def test_states_are_served_as_a_whole_verified_and_to_whoever_has_the_secret(tmp_path: Path) -> None:
-    from fastload.integrations.torchft import Transport
+    from fastload.integrations.torchft import ReplicaTransport
 
-    sender, receiver = (Transport(folder=tmp_path, host="127.0.0.1") for _ in range(2))
+    sender, receiver = (ReplicaTransport(folder=tmp_path, host="127.0.0.1") for _ in range(2))
     state = {"weight": torch.randn(300, 500), "steps": [1, 2.5, None], "name": "é"}
     url = sender.metadata()
     with pytest.raises(fastload.DeadlineExceeded, match=r"rank 0, step 3 from 127\.0\.0\.1:\d+ timed out"):
