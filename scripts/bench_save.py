@@ -4,6 +4,7 @@
     python scripts/bench_save.py stall
     python scripts/bench_save.py training
     python scripts/bench_save.py slow
+    python scripts/bench_save.py round-trip
 
 With `--shards fsdp` (or `hsdp`, `tp`) the state consists of DTensors.
 
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
 import click
 import torch.distributed as dist
+from bench_parts import round_trip as round_trips
 from bench_parts import save_arms as arms_of
 from bench_parts import save_planning, save_shards, save_slow, save_tables
 from bench_parts.job import (
@@ -47,6 +49,7 @@ from bench_parts.job import (
 from bench_parts.save_memory import Generations
 from bench_parts.save_training import Training
 
+from fastload.formats.state import state_digest
 from fastload.options import SaveOptions
 from fastload.saving.snapshot import buffer_pool
 
@@ -96,6 +99,32 @@ def local(
     title = f"{size / MIB:.0f} MiB{_as(shards)} saved by {ranks} ranks of one host, until durable"
     save_tables.print_saves(rows, title)
     save_tables.print_inside(rows)
+
+
+@main.command("round-trip")
+@ranks_option
+@size_option
+@shards_option
+@repeats_option
+@arms_option
+@folder_option
+@json_option
+def round_trip(
+    ranks: int,
+    size: int,
+    shards: str | None,
+    repeats: int,
+    arms: str,
+    folder: str | None,
+    json_path: str | None,
+) -> None:
+    """Save to a local file system, and load into the same tensors again, from the page cache."""
+    require_memory((ranks + 2) * size + 4 * GIB)
+    rows = measured(
+        "round trip", ranks, folder, json_path, size=size, shards=shards, repeats=repeats, arms=arms
+    )
+    title = f"{size / MIB:.0f} MiB{_as(shards)} saved and loaded by {ranks} ranks of one host"
+    round_trips.print_round_trips(rows, title)
 
 
 @main.command()
@@ -221,7 +250,13 @@ def rank(settings: str) -> None:
     """Run one rank of the job."""
     given = json.loads(settings)
     dist.init_process_group("gloo")
-    parts = {"local": local_rows, "stall": stall_rows, "training": training_rows, "slow": slow_rows}
+    parts = {
+        "local": local_rows,
+        "round trip": round_trip_rows,
+        "stall": stall_rows,
+        "training": training_rows,
+        "slow": slow_rows,
+    }
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:
         Path(given["folder"], "rows.json").write_text(json.dumps(rows))
@@ -261,6 +296,38 @@ def local_rows(folder: str, size: int, shards: str | None, repeats: int, arms: s
             rows[name]["cpu_s"].append(sum(seconds for _, seconds in everyone))
             if ours.report:
                 rows[name].setdefault("reports", []).append(ours.report.to_dict())
+    return list(rows.values())
+
+
+def round_trip_rows(
+    folder: str, size: int, shards: str | None, repeats: int, arms: str
+) -> list[dict[str, Any]]:
+    state = save_shards.shard(arms_of.make_state(size), shards or "")
+    own = list(save_shards.local_parts(state).values())
+    expected = state_digest(save_shards.local_parts(state))
+    named = chosen(round_trips.arms(), arms)
+    rows = new_rows(named, wanted=arms_of.nbytes_of(state))
+    for turn in range(-1, repeats):  # the first one is warming up
+        for name, arm in named.items():
+            with fresh_path(folder) as path:
+                for seconds, cpu_s, work in (
+                    ("seconds", "cpu_s", arm.save),
+                    ("load_s", "load_cpu_s", arm.load),
+                ):
+                    if work is arm.load:
+                        warm(path)
+                        for tensor in own:
+                            tensor.zero_()
+                    dist.barrier()
+                    cpu, began = sum(os.times()[:2]), time.perf_counter()
+                    work(state, path)
+                    took = time.perf_counter() - began, sum(os.times()[:2]) - cpu
+                    everyone = all_ranks(took)
+                    if turn >= 0:
+                        rows[name][seconds].append(max(each for each, _ in everyone))
+                        rows[name][cpu_s].append(sum(each for _, each in everyone))
+                rows[name]["stored"] = stored_bytes(path)
+                assert state_digest(save_shards.local_parts(state)) == expected, name
     return list(rows.values())
 
 
@@ -394,6 +461,14 @@ def fresh_path(folder: str) -> Iterator[Path]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(path.parent)
+
+
+def warm(path: Path) -> None:
+    """Reads all files into the page cache: some savers bypass it."""
+    for file in path.rglob("*") if dist.get_rank() == 0 else ():
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(8 * MIB):
+                pass
 
 
 def stored_bytes(path: Path) -> int:

