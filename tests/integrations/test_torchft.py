@@ -49,7 +49,8 @@ def make(rank, world_size):
     return ReplicaTransport(lambda: transport_test.make_state_dict(cpu), folder=sys.argv[1], host="127.0.0.1")
 
 
-warm = ReplicaTransport(folder=sys.argv[1], host="127.0.0.1")  # the test has ten seconds: what is imported late does not count
+# The test has ten seconds, and imports take some of them.
+warm = ReplicaTransport(folder=sys.argv[1], host="127.0.0.1")
 warm.send_checkpoint([], 0, {"x": torch.ones(1)}, timedelta(seconds=60))
 warm.recv_checkpoint(0, warm.metadata(), 0, timedelta(seconds=60))
 warm.shutdown()
