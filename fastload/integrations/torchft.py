@@ -170,8 +170,10 @@ def _await(url: str, deadline: float, what: str) -> None:
             request = urllib.request.Request(url, method="HEAD")
             with urllib.request.urlopen(request, timeout=max(_POLL_S, deadline - time.monotonic())):
                 return
-        except (urllib.error.URLError, OSError) as error:
+        except OSError as error:
             problem = error
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
         if time.monotonic() + _POLL_S > deadline:
             host = urllib.parse.urlsplit(url).netloc  # not the path, which is a secret
             raise DeadlineExceeded(f"receiving the state of {what} from {host} timed out: {problem}")

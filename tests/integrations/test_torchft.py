@@ -130,8 +130,9 @@ def test_states_are_served_as_a_whole_verified_and_to_whoever_has_the_secret(tmp
     secret = url.rpartition("/")[2]
     for path in ("", "/3/fastload.json", f"/{secret}x/3/fastload.json", f"/{secret}/../3/fastload.json",
                  f"/{secret}/3/%2e%2e", f"/{secret}/3/none"):  # fmt: skip
-        with pytest.raises(urllib.error.HTTPError, match="404"):
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             urllib.request.urlopen(url.removesuffix(f"/{secret}") + path, timeout=20)
+        refused.value.close()
     (file,) = tmp_path.glob("*/3/model.safetensors")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
