@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fastload
 from fastload.errors import PeerError
+from fastload.geometry.dtensors import local_of
 from tests.soak.refresh_trainer import content, step_path
 
 __all__ = ["KILLED_AT", "WORLD", "serve"]
@@ -164,7 +165,8 @@ class Servers:
         self._alive.remove(victim)
         self._group = dist.new_group(self._alive, use_local_synchronization=True)
         if self._is_sharded:
-            self._is_sharded, self._model = False, self._new_model()
+            self._is_sharded = False
+            self._model = self._new_model()
         self._versions = self._watch()
         self._follow(1)
 
@@ -183,7 +185,7 @@ class Servers:
         model = {name: torch.zeros_like(tensor) for name, tensor in content(0).items()}
         if not self._is_sharded:
             return model
-        mesh = DeviceMesh("cpu", self._alive)
+        mesh = DeviceMesh("cpu", list(range(WORLD)))
         return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model.items()}
 
     def _require(self, version: int | None) -> None:
@@ -192,7 +194,19 @@ class Servers:
             held = self._model[name]
             if isinstance(held, DTensor):
                 expected, held = expected.chunk(WORLD)[self._rank], held.to_local()
-            assert torch.equal(held, expected), f"{name} is not of version {version}"
+            if not torch.equal(held, expected):
+                raise AssertionError(f"{name} is not of version {version}, but of {self._versions_in(name)}")
+
+    def _versions_in(self, name: str) -> dict[int, int]:
+        """Returns of how many elements of a tensor, which differ between versions, are of which ones."""
+        held = local_of(self._model[name])
+        found: Counter[int] = Counter()
+        for version in range(self._number + 1):
+            expected = content(version)[name]
+            if isinstance(self._model[name], DTensor):
+                expected = expected.chunk(WORLD)[self._rank]
+            found[version] = int((held == expected).flatten()[version % 50 :: 50].sum())
+        return dict(found.most_common(4))
 
 
 def usage() -> tuple[int, int]:
