@@ -178,7 +178,8 @@ class Session:
     @property
     def is_prefetched(self) -> bool:
         """Whether no read of what this rank prefetches is under way."""
-        return self._prefetch is None or self._prefetch.is_done
+        is_done = self._prefetch is None or self._prefetch.is_done
+        return is_done and all(session.is_prefetched for session in self._deltas.values())
 
     def _delta(self, number: int) -> Session:
         """Returns the open files of a delta, by its number in `Access.deltas`."""

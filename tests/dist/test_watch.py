@@ -18,7 +18,7 @@ import fastload
 from fastload import Watch
 from fastload.errors import DeadlineExceeded, OptionError, PeerError, PlanMismatch, UnsupportedVersion
 from fastload.training import watch as watching
-from tests.checkpoints import flip, seal
+from tests.checkpoints import assert_same_bits, flip, seal
 from tests.dist import faults
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
@@ -110,6 +110,18 @@ def test_which_versions_come(rank: int, world: int, tmp_path: Path) -> None:
         with pytest.raises(fastload.MismatchError):
             version.load(into={"a": torch.zeros(3)})
         assert versions.version == 8
+    with watch(root) as versions:
+        next(versions).load(into=model)
+        base = root / "step_00000009"
+        changed = {"a": model["a"].clone(), "b": model["b"].clone()}
+        changed["a"][3, 5] = 10
+        given = fastload.SaveOptions(timeout_s=20, block_bytes=1 << 14, base=base)
+        fastload.save(changed, root / "step_00000010", options=given)
+        while (version := versions.poll()) is None:
+            time.sleep(0.01)
+        version.load(into=model)
+        assert_same_bits(model, changed)
+        assert sum(own.bytes_patched for own in version.checkpoint.report.ranks) > 0
 
     with pytest.raises(PeerError, match=r"rank 1.*poll_s=0: must be a positive number"):
         watch(root, poll_s=1 - rank)
