@@ -180,7 +180,9 @@ def test_what_cannot_be_sealed(tmp_path: Path) -> None:
     fastload.save({"a": base}, tmp_path / "own")
     with pytest.raises(CheckpointError, match=r"has checksums already.*fastload verify"):
         fastload.seal(tmp_path / "own")
-    with pytest.raises(CheckpointError, match="single file"):
+    with pytest.raises(
+        CheckpointError, match=r"single file: put it into a directory of its own .*, and seal"
+    ):
         fastload.seal(tmp_path / "views" / "pytorch_model.bin")
     with pytest.raises(OptionError, match="can only be read"):
         fastload.seal("https://example.invalid/checkpoint")
