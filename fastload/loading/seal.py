@@ -65,8 +65,8 @@ def _read_unsealed(storage: Storage) -> Manifest:
     """Reads the manifest of a checkpoint to seal, with the length of its blocks."""
     if storage.list() is None and storage.stat("") is not None:
         raise CheckpointError(
-            f"{storage.url}: cannot be sealed: it is a single file: put it into a directory of its own (a file "
-            "of torch.save as pytorch_model.bin), and seal that"
+            f"{storage.url}: cannot be sealed: it is a single file: put it into a directory of its own (a "
+            "file of torch.save as pytorch_model.bin), and seal that"
         )
     manifest = read_manifest(storage, exact=True, sealed=False)
     if manifest.block_bytes:
