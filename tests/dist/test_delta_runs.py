@@ -86,6 +86,29 @@ def test_a_run_of_deltas(rank: int, world: int, tmp_path: Path, how: dict[str, A
         assert "a delta of step_00000005; 1 delta since the last complete checkpoint" in run("inspect", path)
 
 
+@ranks(2)
+def test_a_watch_takes_the_deltas(rank: int, world: int, tmp_path: Path) -> None:
+    states = [weights()]
+    model = {**weights(), "step": 0}
+    with manage(tmp_path) as manager:
+        for number in range(1, 4):
+            states.append(step(states[-1], number))
+            manager.save(number, {**states[number], "step": number})
+            manager.wait()
+        reports: list[fastload.LoadReport] = []
+        chosen = fastload.LoadOptions(timeout_s=20, on_report=reports.append)
+        with fastload.watch(
+            tmp_path, newest_only=False, poll_s=0.05, timeout_s=10, options=chosen
+        ) as versions:
+            for _, version in zip(range(3), versions, strict=False):
+                version.load(into=model)
+                assert model["step"] == version.step
+                assert_same_bits({name: model[name] for name in states[0]}, states[version.step])
+    patched = [report.ranks[rank].bytes_patched for report in reports]
+    nbytes = sum(tensor.nbytes for tensor in states[0].values())
+    assert patched == [0, nbytes, nbytes]
+
+
 def test_convert_makes_a_complete_checkpoint(tmp_path: Path) -> None:
     first = weights()
     second = step(first, 1)

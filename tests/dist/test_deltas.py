@@ -254,6 +254,25 @@ def test_tensors_that_do_not_hold_a_base_are_loaded(rank: int, world: int, tmp_p
         assert_same_bits(checkpoint.load(), second)
 
 
+@ranks(2, accelerator=True)
+def test_tensors_on_a_device(rank: int, world: int, tmp_path: Path) -> None:
+    first = {name: tensor for name, tensor in weights().items() if name in ("wide", "odd", "frozen", "deep")}
+    second = step(first, 1)
+    on_device = lambda state: {name: tensor.to(f"emu:{rank}") for name, tensor in state.items()}  # noqa: E731
+    fastload.save(on_device(first), tmp_path / "0", options=options())
+    for number, background in ((1, False), (2, True)):
+        chosen = options(base=tmp_path / "0")
+        if background:
+            fastload.async_save(on_device(second), tmp_path / str(number), options=chosen).wait()
+        else:
+            fastload.save(on_device(second), tmp_path / str(number), options=chosen)
+        assert (tmp_path / str(number) / "delta.safetensors").exists()
+    into = on_device(first)
+    _, patched = refresh(tmp_path / "2", into, rank)
+    assert patched == sum(tensor.nbytes for tensor in first.values())
+    assert_same_bits({name: tensor.cpu() for name, tensor in into.items()}, second)
+
+
 def damage(path: Path) -> None:
     flip(path / "delta.safetensors", -500)
 
