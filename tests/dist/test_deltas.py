@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -26,7 +28,7 @@ from fastload.errors import (
     ManifestError,
     OptionError,
 )
-from tests.checkpoints import assert_same_bits, flip
+from tests.checkpoints import assert_same_bits, flip, record_by_hand, seal
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks
 from tests.dist.test_sharded import MESHES, locals_of, placed
@@ -445,3 +447,59 @@ def test_bases_that_cannot_be_used(rank: int, world: int, tmp_path: Path) -> Non
     for value in ("", 3):
         with pytest.raises(OptionError, match="base="):
             fastload.SaveOptions(base=value)  # type: ignore[arg-type]
+
+
+def bad_counts(stored: dict[str, Tensor]) -> None:
+    stored["wide.counts"][0] += 1
+
+
+def negative_counts(stored: dict[str, Tensor]) -> None:
+    stored["wide.counts"][0] -= 10_000
+    stored["wide.counts"][1] += 10_000
+
+
+def far_indices(stored: dict[str, Tensor]) -> None:
+    stored["deep.indices"][-1] = 60_000
+
+
+def more_tensors(stored: dict[str, Tensor]) -> None:
+    stored["more.counts"] = torch.zeros(1, dtype=torch.int32)
+
+
+def few_segments(stored: dict[str, Tensor]) -> None:
+    stored["wide.counts"] = stored["wide.counts"][1:].clone()
+
+
+def other_dtypes(stored: dict[str, Tensor]) -> None:
+    stored["wide.values"] = stored["wide.values"].float()
+
+
+HOSTILE = {
+    bad_counts: "the counts of 'wide' contradict",
+    negative_counts: "the counts of 'wide' contradict",
+    far_indices: "an index of a change is out of bounds",
+    more_tensors: "no changes of a tensor of the base",
+    few_segments: "the changes of tensor 'wide' do not fit",
+    other_dtypes: "the changes of tensor 'wide' do not fit",
+}
+
+
+def test_changes_that_no_save_writes(tmp_path: Path) -> None:
+    """Files whose checksums are right, and whose contents are not: refused, and nothing has changed."""
+    first = weights()
+    fastload.save(first, tmp_path / "0", options=options())
+    save(step(first, 1), tmp_path / "1", base=tmp_path / "0")
+    body = json.loads((tmp_path / "1" / "fastload.json").read_bytes())
+    for change, text in HOSTILE.items():
+        path = tmp_path / change.__name__
+        path.mkdir()
+        stored = load_file(tmp_path / "1" / "delta.safetensors")
+        change(stored)
+        save_file(stored, path / "delta.safetensors")
+        record_by_hand(path, 4096, state=body["state"])
+        seal(path / "fastload.json", version=2, delta=body["delta"])
+        for into in (first, changed(first, 4, 0.5)):
+            tensors = copy.deepcopy(into)
+            with pytest.raises(ManifestError, match=text):
+                fastload.load(path, into=tensors, options=ATOMIC)
+            assert_same_bits(tensors, into)
