@@ -257,3 +257,8 @@ def refuses(rank: int, world: int, folder: Path) -> None:
 def runs_the_recipe(rank: int, world: int) -> None:
     os.environ |= ENVIRONMENT
     run_program("docs/recipes/lightning.md")
+
+
+def runs_the_recipe_for_fabric(rank: int, world: int) -> None:
+    os.environ |= ENVIRONMENT
+    run_program("docs/recipes/fabric.md")

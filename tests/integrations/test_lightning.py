@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fastload
 from tests.dist.harness import run_ranks, there
 
 pytestmark = [
@@ -50,6 +53,21 @@ def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time it finds that it has ended
         run_ranks(body("runs_the_recipe"), 2)
+
+
+def test_the_recipe_for_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the same weights if it goes on from step 40."""
+    monkeypatch.chdir(tmp_path)
+    of_another = fastload.LoadOptions(per_rank_mismatch="skip")  # number of ranks
+    run_ranks(body("runs_the_recipe_for_fabric"), 2)
+    folder = tmp_path / "runs" / "fabric"
+    newest = max(path for path in folder.iterdir() if path.is_dir())
+    whole = fastload.load(newest, options=of_another)["model"]
+    assert set(whole) == {"weight", "bias"}
+    shutil.rmtree(newest)
+    run_ranks(body("runs_the_recipe_for_fabric"), 2)
+    resumed = fastload.load(newest, options=of_another)["model"]
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
