@@ -156,6 +156,7 @@ def stall(
 @click.option("--width", default=1024, show_default=True, help="Of the model's layers.")
 @click.option("--batch", default=64, show_default=True, help="Samples per rank and step.")
 @click.option("--fsdp", is_flag=True, help="Train with FSDP2 instead of DDP.")
+@click.option("--operations", default=0, help="Small operations in each step, which keep Python busy.")
 @click.option("--every", default=20, show_default=True, help="Steps between saves.")
 @repeats_option
 @arms_option
@@ -166,6 +167,7 @@ def training(
     width: int,
     batch: int,
     fsdp: bool,
+    operations: int,
     every: int,
     repeats: int,
     arms: str,
@@ -176,7 +178,7 @@ def training(
 
     To storage, or to memory, with each rank as its own host.
     """
-    model = {"width": width, "batch": batch, "fsdp": fsdp, "every": every}
+    model = {"width": width, "batch": batch, "fsdp": fsdp, "operations": operations, "every": every}
     rows = measured("training", ranks, folder, json_path, repeats=repeats, arms=arms, **model)
     how = "FSDP2" if fsdp else "DDP"
     save_tables.print_training(rows, f"{ranks} ranks with {how}, a save every {every} steps")
@@ -366,9 +368,16 @@ def stall_rows(folder: str, size: int, shards: str | None, repeats: int, arms: s
 
 
 def training_rows(
-    folder: str, width: int, batch: int, fsdp: bool, every: int, repeats: int, arms: str
+    folder: str,
+    width: int,
+    batch: int,
+    fsdp: bool,
+    operations: int,
+    every: int,
+    repeats: int,
+    arms: str,
 ) -> list[dict[str, Any]]:
-    job = Training(width=width, batch=batch, fsdp=fsdp)
+    job = Training(width=width, batch=batch, fsdp=fsdp, operations=operations)
     own_group = dist.new_group(backend="gloo")  # dcp's collectives must not mix with those of training
     named = {
         **({} if fsdp else {"torch.save": arms_of.blocking(arms_of.torch_save)}),

@@ -17,7 +17,8 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.split import WriterGroup, WriterShare, choose_writers, round_to_units, split
 from fastload.storage import Target
 
-_GOOD_PART_BYTES = 4 << 20  # larger parts leave the cache before they are hashed, and touch more new memory
+_PART_BYTES = 4 << 20  # larger parts leave the cache before they are hashed, and touch more new memory
+_SNAPSHOT_PART_BYTES = 16 << 20  # bytes of a snapshot are in no cache, and each part takes the GIL
 _GOOD_BATCH_BYTES = 32 << 20  # several parts, and a fraction of a share
 
 # The last plan, by its inputs: a training saves states of the same layout.
@@ -99,7 +100,12 @@ class SavePlan:
 
 
 def make_plan(
-    call: SaveCall, state: RankState, agreed: SaveAgreement, target: Target | None = None
+    call: SaveCall,
+    state: RankState,
+    agreed: SaveAgreement,
+    target: Target | None = None,
+    *,
+    from_snapshot: bool = False,
 ) -> SavePlan:
     """Makes this rank's plan, without communication.
 
@@ -108,6 +114,7 @@ def make_plan(
         state: The state.
         agreed: The agreement of the ranks.
         target: The target, if it is open; then the plan is for this state alone, and is not kept.
+        from_snapshot: Whether the bytes are copied before they are written.
 
     Raises:
         OptionError: The URL cannot be written to, a package for it is not installed, or `staging_bytes` is
@@ -124,7 +131,8 @@ def make_plan(
             options.staging_bytes, align_bytes or 1, num_writes=options.write_threads
         )
     staged = options.staging_bytes // depths.num_buffers
-    part_bytes = round_to_units(min(_GOOD_PART_BYTES, staged), align_bytes)
+    good_bytes = _SNAPSHOT_PART_BYTES if from_snapshot else _PART_BYTES
+    part_bytes = round_to_units(min(good_bytes, staged), align_bytes)
     lengths = align_bytes, part_bytes, depths.batch_bytes(options.staging_bytes, part_bytes)
     key = (state.content.layout, agreed.shard_map.digest, rank, tuple(groups), *lengths)
     plan = _last.get(key) if is_kept else None

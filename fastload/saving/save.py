@@ -82,7 +82,8 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
         if has_to_meet(call, encoded):
             encoded, agreed = agree(call, lambda: encoded)
         with _or_leave(call, met=agreed is not None):
-            plan = make_plan(call, encoded, agreed if agreed is not None else predict(call, encoded))
+            expected = agreed if agreed is not None else predict(call, encoded)
+            plan = make_plan(call, encoded, expected, from_snapshot=True)
             kind = OverlappedSnapshot if call.options.snapshot == "overlap" else Snapshot
             snapshot = kind(encoded.reader, plan.messages.contributed, call.pool)
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)

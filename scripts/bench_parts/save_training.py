@@ -24,9 +24,10 @@ class Training:
         width: Of the model's layers.
         batch: Samples of this rank in a step.
         fsdp: With FSDP2 instead of DDP.
+        operations: Small operations in each step, next to the model's: Python is busy.
     """
 
-    def __init__(self, *, width: int, batch: int, fsdp: bool) -> None:
+    def __init__(self, *, width: int, batch: int, fsdp: bool, operations: int = 0) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         layers = [part for _ in range(_NUM_LAYERS) for part in (nn.Linear(width, width), nn.GELU())]
@@ -38,6 +39,7 @@ class Training:
         self._model = self._module if fsdp else DistributedDataParallel(self._module)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._samples = torch.randn(batch, width)
+        self._num_operations = operations
 
     def state(self) -> dict[str, Any]:
         """Returns what a user saves."""
@@ -72,6 +74,9 @@ class Training:
             self._step()
 
     def _step(self) -> None:
+        small = self._samples[0, :8]
+        for _ in range(self._num_operations):
+            small = small * 0.5
         loss = (self._model(self._samples) - self._samples).square().mean()
         loss.backward()
         self._optimizer.step()
