@@ -19,7 +19,7 @@ from fastload.saving.messages import ShardMessage, ShardRange
 from fastload.saving.snapshot import Snapshot, StateReader
 
 _PIECE_BYTES = 4 << 20  # about a millisecond
-_LOWEST_PRIORITY = 19
+_LOW_PRIORITY = 10  # lower ones starve on a host whose cores are all busy, while nobody waits
 _TICK_S = 0.001
 _LONGEST_OPERATION_S = 1.0
 
@@ -29,7 +29,7 @@ _Piece = tuple[Sequence[ShardRange], Tensor]  # ranges of shards, and where thei
 class OverlappedSnapshot(Snapshot):
     """A snapshot whose large tensors are copied in the background.
 
-    A thread of the lowest priority copies, and whoever waits helps it. On accelerators the copies have a
+    A thread of low priority copies, and whoever waits helps it. On accelerators the copies have a
     stream of their own.
 
     The state may change once `wait` has returned. Steps of optimizers wait by themselves; see `StateCopies`.
@@ -73,7 +73,7 @@ class OverlappedSnapshot(Snapshot):
     def _run(self, *, in_background: bool = True) -> None:
         if in_background and sys.platform == "linux":
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         try:
             while not self._copy_pieces():
                 with self._changed:
