@@ -7,6 +7,7 @@ Run as a program, ``python -m tests.hub_server FOLDER HUB_PORT CDN_PORT HOST``, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -37,8 +38,14 @@ def is_large(name: str, content: bytes) -> bool:
     return len(content) >= _LFS_BYTES or name.endswith(".safetensors")
 
 
+@functools.cache
 def etag_of(name: str, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest() if is_large(name, content) else oid_of(content)
+
+
+@functools.cache
+def cdn_tag_of(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
 
 
 class Repo:
@@ -206,8 +213,10 @@ class _HubHandler(_Answering):
             for depth in range(1, len(parts)):
                 folder = "/".join(parts[:depth])
                 entries[folder] = {"type": "directory", "path": folder, "oid": "0" * 40, "size": 0}
-            entry = {"type": "file", "path": name, "oid": oid_of(content), "size": len(content)}
-            if is_large(name, content):
+            large = is_large(name, content)
+            oid = oid_of(b"pointer") if large else etag_of(name, content)
+            entry = {"type": "file", "path": name, "oid": oid, "size": len(content)}
+            if large:
                 entry["lfs"] = {"oid": etag_of(name, content), "size": len(content), "pointerSize": 134}
             entries[name] = entry
         return dict(sorted(entries.items()))
@@ -249,7 +258,7 @@ class _CdnHandler(_Answering):
         elif parse_qs(url.query)["Signature"] != [cdn.signature]:
             self.send(403, b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>")
         else:
-            sent = self.send_file(content, hashlib.md5(content).hexdigest())
+            sent = self.send_file(content, cdn_tag_of(content))
             with cdn.lock:
                 cdn.sent_bytes += len(sent)
 

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "ckpt"
-    rows = [(f"layer.{number}.weight", "F32", (4000, 1000 + number)) for number in range(8)]
+    rows = [(f"layer.{number}.weight", "F32", (2000, 1000 + number)) for number in range(8)]
     write_sharded(folder, {"a.safetensors": rows[:5], "b.safetensors": rows[5:]}, index=True)
     (folder / "config.json").write_text("{}")
     return folder
