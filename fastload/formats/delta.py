@@ -34,6 +34,11 @@ from fastload.geometry.blocks import Blocks, num_blocks
 from fastload.geometry.ranges import Space
 from fastload.storage import FileStat, Location, PatientStorage
 
+try:
+    import numpy
+except ImportError:  # the comparison takes twice as long then
+    numpy = None  # type: ignore[assignment]
+
 COUNTS, INDICES, VALUES = ".counts", ".indices", ".values"
 
 _MAX_SEGMENT_ELEMENTS = 1 << 15  # so that a piece has complete segments
@@ -115,16 +120,20 @@ def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChange
         positions, changed = torch.nonzero(replaced).flatten(), sparse
         counts = torch.where(is_dense, lengths, counts)
     indices = (changed & (segment - 1)).to(torch.int16)
-    return PieceChanges(counts.to(torch.int32), indices, elements[positions])
+    return PieceChanges(counts.to(torch.int32), indices, elements.gather(0, positions))
 
 
 def _changed(new: Tensor, old: Tensor, itemsize: int) -> Tensor:
     """Returns the numbers of the elements that differ, ascending."""
+    if numpy is not None:
+        one, other = (each.view(_BITS[itemsize]).numpy() for each in (new, old))
+        return torch.from_numpy(numpy.flatnonzero(one != other))
     words_end, bits = len(new) // _WORD_BYTES * _WORD_BYTES, _log2(_WORD_BYTES // itemsize)
     differing = old[:words_end].view(torch.int64).bitwise_xor_(new[:words_end].view(torch.int64))
     words = torch.nonzero(differing).flatten()
-    within = torch.nonzero(differing[words].view(_BITS[itemsize])).flatten()
-    changed = (words[within >> bits] << bits) + (within & ((1 << bits) - 1))
+    # `gather` takes two thirds of the time of an index in brackets.
+    within = torch.nonzero(differing.gather(0, words).view(_BITS[itemsize])).flatten()
+    changed = (words.gather(0, within >> bits) << bits) + (within & ((1 << bits) - 1))
     if words_end == len(new):
         return changed
     rest = new[words_end:].view(_BITS[itemsize]) != old[words_end:].view(_BITS[itemsize])
