@@ -380,7 +380,7 @@ class Dequantizer:
         step, end = _rows_at_once(target), 0
         decoder = _ElementDecoder(values, step, self._weight)
 
-        def spread(scale: Tensor) -> Tensor:
+        def by_column(scale: Tensor) -> Tensor:
             if is_packed or scale.shape[1] == 1:
                 return scale
             return scale.repeat_interleave(columns_of_block, 1)[:, needed]
@@ -392,9 +392,9 @@ class Dequantizer:
                 block = (self._row + begin) // rows_of_block
                 end = min(end, (block + 1) * rows_of_block - self._row)
                 if block != last_block:
-                    scale, last_block = spread(scales[[block - self._row // rows_of_block]]), block
+                    scale, last_block = by_column(scales[[block - self._row // rows_of_block]]), block
             else:
-                scale = spread(scales[begin:end])
+                scale = by_column(scales[begin:end])
             rows = decoder.decode(begin, end)
             if is_packed:
                 rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import init_device_mesh, zeros
 import fastload
 from fastload.errors import OptionError, PeerError
 from tests.dist.harness import ranks
+from tests.dist.hosts import can_mount, mount_memory
 
 NUM = 24
 OPTIONS = fastload.SaveOptions(max_shard_bytes=1 << 20, staging_bytes=8 << 20, timeout_s=30)
@@ -103,6 +104,18 @@ def test_an_error_of_one_rank_is_raised_on_all(rank: int, world: int, tmp_path: 
     missing = tmp_path / "nothing" if rank else tmp_path
     with pytest.raises(PeerError, match="nothing"):
         fastload.save_stream(tensors(), tmp_path / "a", spool=missing, options=OPTIONS)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace")
+@ranks(3)
+def test_the_disk_of_one_rank_is_full(rank: int, world: int, tmp_path: Path) -> None:
+    spool = tmp_path
+    if rank == 1:
+        (spool := tmp_path / "small").mkdir()
+        mount_memory(spool, rank, 1 << 20)
+    with pytest.raises(PeerError, match=r"rank 1.*small.*[Nn]o space left"):
+        fastload.save_stream(tensors(), tmp_path / "a", spool=spool, options=OPTIONS)
     assert not (tmp_path / "a").exists()
 
 
