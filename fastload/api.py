@@ -18,9 +18,9 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
 from fastload.loading.access import open_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
+from fastload.options import LoadOptions, SaveOptions, StageOptions
 from fastload.report import SaveReport, StageReport, VerifyReport
-from fastload.storage import Location, PatientStorage, locate, name_of, open_storage, require_writable
+from fastload.storage import Location, PatientStorage, locate, name_of, open_patiently, require_writable
 
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.handle import SaveHandle
@@ -168,16 +168,8 @@ def _open(
     *,
     ends_call: bool = False,
 ) -> Checkpoint:
-    def prepare() -> tuple[Location, LoadOptions]:
-        return locate(path), options if options is not None else LoadOptions()
-
-    world, (location, chosen) = meet(
-        process_group,
-        f"opening {name_of(path)}",
-        prepare,
-        timeout_s=lambda ready: ready[1].timeout_s,
-        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
-    )
+    what = f"opening {name_of(path)}"
+    world, chosen, location = meet(process_group, what, options, LoadOptions, lambda _: locate(path))
     access = open_access(world, location, storage_options, chosen, {"path": location.given})
     if ends_call:
         world.acknowledge()
@@ -222,16 +214,11 @@ def stage(
 
     began = time.perf_counter()
 
-    def prepare() -> tuple[Location, str, StageOptions]:
-        return locate(src), _local(dst, "stage to"), options if options is not None else StageOptions()
+    def prepare(_: StageOptions) -> tuple[Location, str]:
+        return locate(src), _local(dst, "stage to")
 
-    world, (location, path, chosen) = meet(
-        process_group,
-        f"staging {name_of(src)}",
-        prepare,
-        timeout_s=lambda ready: ready[2].timeout_s,
-        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
-    )
+    what = f"staging {name_of(src)}"
+    world, chosen, (location, path) = meet(process_group, what, options, StageOptions, prepare)
     call = {"call": "stage", "src": location.given, "dst": path}
     access = open_access(world, location, storage_options, chosen, call)
     if access.deltas:
@@ -315,18 +302,13 @@ def seal(
     """
     from fastload.loading import seal as sealing
 
-    def prepare() -> tuple[Location, LoadOptions]:
+    def prepare(_: LoadOptions) -> Location:
         location = locate(path)
         require_writable(location)
-        return location, options if options is not None else LoadOptions()
+        return location
 
-    world, (location, chosen) = meet(
-        process_group,
-        f"sealing {name_of(path)}",
-        prepare,
-        timeout_s=lambda ready: ready[1].timeout_s,
-        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
-    )
+    what = f"sealing {name_of(path)}"
+    world, chosen, location = meet(process_group, what, options, LoadOptions, prepare)
     return sealing.seal(world, location, storage_options, chosen)
 
 
@@ -477,7 +459,6 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     options = LoadOptions()
 
     def connect(location: Location) -> PatientStorage:
-        connected = open_storage(location, NAMES, storage_options)
-        return PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
+        return open_patiently(location, NAMES, storage_options, patience=options.patience)
 
     return result_of_chain(read_chain(locate(path), connect))

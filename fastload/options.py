@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from fastload.errors import OptionError
 
@@ -19,6 +19,7 @@ __all__ = [
     "SAVE_SETTINGS",
     "SETTINGS",
     "LoadOptions",
+    "Patience",
     "SaveOptions",
     "Setting",
     "StageOptions",
@@ -193,9 +194,32 @@ _LEAST = {
 }
 
 
+class Patience(NamedTuple):
+    """How often, and for how long, a request to storage is made.
+
+    Attributes:
+        retries: Further attempts after transient errors.
+        timeout_s: Longest time in seconds for one request, all attempts and pauses included.
+        longest_attempt_s: An attempt that takes longer has stalled.
+    """
+
+    retries: int = 4
+    timeout_s: float = 300.0
+    longest_attempt_s: float = 30.0
+
+    @property
+    def attempt_s(self) -> float:
+        """Longest time in seconds for one attempt, so that there is time for others."""
+        return min(self.longest_attempt_s, self.timeout_s / 3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     """Base class of options; fields of the same name mean the same."""
+
+    if TYPE_CHECKING:
+        retries: int
+        timeout_s: float
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -219,6 +243,11 @@ class _Options:
                 object.__setattr__(self, name, path)
                 is_path = isinstance(path, str) and bool(path) and "\0" not in path
                 _require(is_path, name, value, f"the path of a {'file' if name == 'trace' else 'checkpoint'}")
+
+    @property
+    def patience(self) -> Patience:
+        """The patience of a rank alone with storage; ranks that wait for each other have less."""
+        return Patience(self.retries, self.timeout_s)
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that have to be the same on all ranks."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
@@ -17,13 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from fastload.base.memory import borrowed, uncollected
 from fastload.comm.failures import require_same
 from fastload.comm.group import meet, members_of
-from fastload.comm.hosts import machine
+from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import OptionError
@@ -32,11 +30,11 @@ from fastload.formats.encoder import StateEncoding, encode_state
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
 from fastload.loading.access import Access
-from fastload.loading.load import Job, MatchedRequest, Session, open_job, open_on_all
+from fastload.loading.load import Job, LoadStart, MatchedRequest, Session, open_job, open_on_all
 from fastload.loading.load import prepare as prepare_load
 from fastload.loading.match import LoadRequest, Match
 from fastload.loading.targets import TensorWriter
-from fastload.options import SETTINGS, LoadOptions, SaveOptions
+from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.report import LoadReport
 from fastload.saving.describe import lay_out_files
 from fastload.saving.layout import Layout, TensorSpec
@@ -98,37 +96,29 @@ def redistribute(
         PeerError: Ranks failed, were killed, or did not respond in time. The contents of `into` are undefined
             if data were moving.
     """
-    chosen: list[LoadOptions] = []
 
-    def prepare() -> _Inputs:
-        chosen.append(options if options is not None else LoadOptions())
-        return _Inputs.of(state, into, dtype, names, strict, chosen[0].shared_values())
+    def prepare(chosen: LoadOptions) -> _Inputs:
+        return _Inputs.of(state, into, dtype, names, strict, chosen.shared_values())
 
-    world, inputs = meet(
-        process_group,
-        _WHAT,
-        prepare,
-        timeout_s=lambda inputs: chosen[0].timeout_s,
-        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
-    )
+    world, chosen, inputs = meet(process_group, _WHAT, options, LoadOptions, prepare)
     num_clears = world.cache.num_clears
     kept: KeptPlan | None = world.cache.take(_WHAT)
     with world.together():
-        responses = world.agree(_WHAT, lambda: _compare(world, kept, inputs, chosen[0]))
+        responses = world.agree(_WHAT, lambda: _compare(world, kept, inputs, chosen))
     require_same([each["options"] for each in responses])
     tokens = {each["kept"] for each in responses}
     if kept is not None and tokens == {kept.token}:
-        report = kept.repeat(world, chosen[0])
+        report = kept.repeat(world, chosen)
         world.cache.put(_WHAT, kept, num_clears)
         return report
     with world.together():
         source = _open(world, state)
-    session = Session(world, source.access, replace(chosen[0], verify=False))
+    session = Session(world, source.access, replace(chosen, verify=False))
     try:
         with session.usable():
             memory = frozenset(map(_memory_of, source.tensors.values()))
             request = _Request({} if into is None else into, None, dtype, names, strict, memory=memory)
-            if chosen[0].atomic:
+            if chosen.atomic:
                 return session.load(request).report
             job = prepare_load(session.opened, request)
             loaded = session.run(job)
@@ -175,9 +165,9 @@ class _Request(LoadRequest):
     memory: frozenset[tuple[torch.device, int]] = frozenset()
 
     def match(
-        self, manifest: Manifest, rank: int = 0, size: int = 1, group: Sequence[int] | None = None
+        self, manifest: Manifest, rank: int = 0, size: int = 1, members: Sequence[int] | None = None
     ) -> Match:
-        matched = super().match(manifest, rank, size, group)
+        matched = super().match(manifest, rank, size, members)
         for destination in matched.destinations:
             if destination.nbytes and _memory_of(destination.tensor) in self.memory:
                 raise OptionError(
@@ -215,8 +205,7 @@ def _open(world: World, state: Any) -> _VirtualFile:
     def look() -> dict[str, Any]:
         encoding = _encode(state)
         held.append((encoding, *_look(world, encoding)))
-        name = machine(world.host, world.rank).encode()
-        return {"machine": Each([xxhash.xxh3_64_hexdigest(name)])}
+        return {"machine": Each([machine_digest(world.host, world.rank)])}
 
     responses = world.agree(_WHAT, look)
     (machines,) = responses[0]["machine"]
@@ -252,7 +241,7 @@ def _open(world: World, state: Any) -> _VirtualFile:
 
 
 def _connect(world: World, reader: StateReader, shards: Sequence[_Shard]) -> PatientStorage:
-    return PatientStorage(_StateStorage(reader, shards), retries=0, timeout_s=world.patience_s / 2)
+    return PatientStorage(_StateStorage(reader, shards), Patience(0, world.patience_s / 2))
 
 
 def _look(world: World, encoding: StateEncoding) -> tuple[bytes, StateReader]:
@@ -454,23 +443,23 @@ class KeptPlan:
     @classmethod
     def of(cls, token: str, inputs: _Inputs, source: _VirtualFile, job: Job) -> KeptPlan | None:
         """Returns the plan of a load that has ended; None if another one needs more than that."""
-        request, writer, plan = job.request, job.writer, job.pipeline.plan
+        matched, writer, plan = job.matched, job.writer, job.pipeline.plan
         assert isinstance(plan, RoutedPlan)
         assert isinstance(writer, TensorWriter)
         local = [local_of(tensor) for tensor in source.tensors.values()]
         used = [*local, *(each.tensor for each in writer.destinations)]
-        if inputs.key is None or not request.matched.is_in_place or not inputs.have(used):
+        if inputs.key is None or not matched.match.is_in_place or not inputs.have(used):
             return None
         destinations = [replace(each, tensor=borrowed(each.tensor)) for each in writer.destinations]
-        world, reader = request.opened.world, source.reader.borrowing()
+        world, reader = matched.opened.world, source.reader.borrowing()
         call = _KeptCall(
             access=replace(source.access, storage=_connect(world, reader, source.shards)),
             reader=reader,
             shards=source.shards,
-            matched=replace(request.matched, destinations=destinations, finish=dict),
-            decision=request.decision,
-            backend=request.backend,
-            detour=request.detour,
+            match=replace(matched.match, destinations=destinations, finish=dict),
+            decision=matched.decision,
+            backend=matched.backend,
+            detour=matched.detour,
             plan=RepeatedPlan.of(plan, world.rank),
             writer=TensorWriter(destinations),
             bytes_wanted=job.bytes_wanted,
@@ -488,11 +477,13 @@ class KeptPlan:
         session = Session(world, replace(call.access, storage=storage), replace(options, verify=False))
         try:
             with session.usable():
-                own = MatchedRequest(
-                    session.opened, call.matched, call.decision, call.backend, call.detour,
-                    began=time.perf_counter(), bytes_read_before=0, direct_bytes_read_before=0,
-                )  # fmt: skip
-                job = open_on_all(own, lambda: open_job(own, call.plan, call.bytes_wanted, call.writer))
+                start = LoadStart.now(session.opened)
+                matched = MatchedRequest(
+                    session.opened, call.match, call.decision, call.backend, call.detour, start
+                )
+                job = open_on_all(
+                    matched, lambda: open_job(matched, call.plan, call.bytes_wanted, call.writer)
+                )
                 loaded = session.run(job)
                 assert loaded is not None, "states have no layout that is inferred"
                 return loaded.report
@@ -513,7 +504,7 @@ class _KeptCall:
     access: Access
     reader: StateReader
     shards: Sequence[_Shard]
-    matched: Match
+    match: Match
     decision: StrategyChoice
     backend: str
     detour: str

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,10 +29,9 @@ import torch
 from bench_lab import environment, need, words
 from bench_parts.delta_lab_job import ARMS, BASE_NAME, DELTA_NAME, FLOOR, FULL_NAME
 from bench_parts.job import Bytes
-from bench_parts.lab_control import Checkpoint, Lab, run_arms
+from bench_parts.lab_control import Checkpoint, Lab, exit_on_signals, run_arms
 from bench_parts.lab_ranks import own_cpu_s
-from bench_parts.tables import print_table
-from rich.console import Console
+from bench_parts.tables import by_arm, median, print_failed, print_table
 from rich.table import Table
 
 import fastload
@@ -69,8 +65,7 @@ def main(
     """Measure saves of deltas, and refreshes with them."""
     if hosts:
         need("ip", "nginx")
-    for number in (signal.SIGINT, signal.SIGTERM):  # so that the lab is shut down in any case
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     names = [name for name in ARMS if not arms or name == FLOOR or any(part in name for part in arms)]
     with tempfile.TemporaryDirectory(prefix="bench-deltas-") as folder:
         root = Path(folder)
@@ -164,19 +159,7 @@ def show(result: dict[str, Any]) -> None:
             f"{median(rows, 'pause_s'):.2f}",
         )
     print_table(table)
-    for arm, why in result["failed"].items():
-        Console(width=150).print(f"{arm}: {why}", markup=False)
-
-
-def by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["arm"], []).append(row)
-    return found
-
-
-def median(rows: Sequence[dict[str, Any]], field: str) -> float:
-    return statistics.median(row[field] for row in rows)
+    print_failed(result["failed"])
 
 
 if __name__ == "__main__":

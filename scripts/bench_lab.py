@@ -33,9 +33,7 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib import metadata
@@ -44,7 +42,7 @@ from statistics import median
 from typing import Any
 
 import click
-from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Checkpoint, Lab, make_checkpoint
+from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Checkpoint, Lab, exit_on_signals, make_checkpoint
 from bench_parts.lab_shards import LAYOUTS, arms_of
 from bench_parts.lab_tables import print_regime
 from bench_parts.prediction import print_predictions
@@ -125,11 +123,7 @@ def main(
         show(json.loads(drawn.read_text()), png_path)
         return
     need("ip", "nginx", "sshfs", "socat")
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # so that the lab is shut down in any case, also in the background
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     rates = {
         "shared": ["--storage-rate", storage_rate, "--host-rate", host_rate],
         "share": ["--per-host-storage-rate", share_rate, "--host-rate", host_rate],

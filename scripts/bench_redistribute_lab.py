@@ -15,9 +15,7 @@ The floor is what the busiest link needs: each holder streams its shards to one 
 from __future__ import annotations
 
 import json
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from typing import Any
 import click
 from bench_lab import environment, need, words
 from bench_parts.job import Bytes
-from bench_parts.lab_control import Lab, run_arms
+from bench_parts.lab_control import Lab, exit_on_signals, run_arms
 from bench_parts.redistribute_lab_job import ARMS, STREAMS
-from bench_parts.tables import print_table
-from rich.console import Console
+from bench_parts.tables import by_arm, median, print_failed, print_table
 from rich.table import Table
 
 
@@ -51,11 +48,7 @@ def main(
 ) -> None:
     """Measure how long a state takes from some hosts to others."""
     need("ip", "nginx")
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # so that the lab is shut down in any case, also in the background
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     names = [name for name in ARMS if not arms or name == STREAMS or any(part in name for part in arms)]
     settings = {"size": size, "repeats": repeats, "timeout_s": timeout_s}
     with Lab(hosts, ["--host-rate", host_rate], {}):
@@ -71,9 +64,7 @@ def main(
 
 def show(result: dict[str, Any]) -> None:
     """Prints the arms, relative to the floor of the same round."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        runs.setdefault(row["arm"], []).append(row)
+    runs = by_arm(result["rows"])
     floor = {row["turn"]: row["seconds"] for row in runs.get(STREAMS, [])}
     half, mib = result["hosts"] // 2, result["size"] / 2**20
     title = f"{mib:.0f} MiB from {half} hosts to {half} others, {result['host_rate']} each, medians"
@@ -90,23 +81,18 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(head, justify="right")
     for arm, rows in runs.items():
         seconds, share = [row["seconds"] for row in rows], result["size"] / half
-
-        def median(field: str, rows: list[dict[str, Any]] = rows) -> float:
-            return statistics.median(row[field] for row in rows)
-
         over = statistics.median(row["seconds"] / floor[row["turn"]] for row in rows if row["turn"] in floor)
         table.add_row(
             arm,
-            f"{median('seconds'):.2f}",
+            f"{median(rows, 'seconds'):.2f}",
             f"{min(seconds):.2f}-{max(seconds):.2f}",
             f"{over:.3f}",
-            f"{median('most_left_bytes') / share:.3f}",
-            f"{median('most_entered_bytes') / share:.3f}",
-            f"{median('cpu_s'):.1f}",
+            f"{median(rows, 'most_left_bytes') / share:.3f}",
+            f"{median(rows, 'most_entered_bytes') / share:.3f}",
+            f"{median(rows, 'cpu_s'):.1f}",
         )
     print_table(table)
-    for arm, why in result["failed"].items():
-        Console(width=150).print(f"{arm}: {why}", markup=False)
+    print_failed(result["failed"])
 
 
 if __name__ == "__main__":

@@ -46,12 +46,16 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
+from bench_parts.save_beside import SaveBeside
 from bench_parts.save_memory import Generations
 from bench_parts.save_training import Training
 
 from fastload.formats.state import state_digest
 from fastload.options import SaveOptions
 from fastload.saving.snapshot import buffer_pool
+
+_THEIRS = "torch_checkpointing, in the background, not synced"
+_BESIDE = "control: the same save by a process of its own"
 
 # ---- commands
 
@@ -377,7 +381,8 @@ def training_rows(
     repeats: int,
     arms: str,
 ) -> list[dict[str, Any]]:
-    job = Training(width=width, batch=batch, fsdp=fsdp, operations=operations)
+    model = {"width": width, "batch": batch, "fsdp": fsdp}
+    job = Training(**model, operations=operations)
     own_group = dist.new_group(backend="gloo")  # dcp's collectives must not mix with those of training
     named = {
         **({} if fsdp else {"torch.save": arms_of.blocking(arms_of.torch_save)}),
@@ -387,6 +392,14 @@ def training_rows(
         "fastload.async_save": arms_of.fastload_async_save,
         "fastload.async_save, overlapped": arms_of.fastload_overlapped_save,
     }
+    closing: list[Any] = []
+    if chosen({_THEIRS: None}, arms) and (theirs := arms_of.torch_checkpointing_manager(background=True)):
+        closing.append(theirs)
+        named[_THEIRS] = lambda state, path: theirs.save(str(path), {"state": state}).result
+        job.lock = theirs.lock
+    if chosen({_BESIDE: None}, arms):
+        closing.append(beside := SaveBeside(folder, model))
+        named[_BESIDE] = beside
     kept = {f"in memory, copies: {copies}": Generations(Path(folder), copies) for copies in (1, 2)}
     named = {"no saves": arms_of.nothing, **chosen({**named, **kept}, arms)}
     for arm in named.values():  # to finish imports and first uses
@@ -407,8 +420,8 @@ def training_rows(
         order.append(order.pop(0))  # interleaved, and not always in the same order
     for name, field in itertools.product(list(named)[1:], ("seconds", "cpu_s", "steps_s")):
         rows[name][f"base_{field}"] = rows["no saves"][field]
-    for manager in kept.values():
-        manager.close()
+    for each in (*kept.values(), *closing):
+        each.close()
     return [rows[name] for name in list(named)[1:]]
 
 

@@ -15,8 +15,6 @@ The arms with s3fs need: .venv/bin/pip install s3fs boto3 (this may install an o
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import click
 from bench_lab import environment, need, words
 from bench_parts.job import Bytes
-from bench_parts.lab_control import S3_ROOT, SFTP, STORE_URL, Lab, run_arms
+from bench_parts.lab_control import S3_ROOT, SFTP, STORE_URL, Lab, exit_on_signals, run_arms
 from bench_parts.lab_shards import LAYOUTS
 from bench_parts.save_lab_arms import CONSOLIDATED, make_arms
 from bench_parts.save_lab_tables import print_saves_on_lab
@@ -53,11 +51,7 @@ def main(
 ) -> None:
     """Measure save times to S3 on several hosts."""
     need("ip", "nginx")
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # so that the lab is shut down in any case, also in the background
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     jobs: list[dict[str, Any]] = []
     rates = ["--host-rate", host_rate, *(["--per-host-storage-rate", share_rate] if share_rate else [])]
     shown = f"{share_rate} to it and {host_rate} in all" if share_rate else host_rate

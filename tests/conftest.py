@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib.util
@@ -12,17 +13,22 @@ import subprocess
 import pytest
 from hypothesis import settings
 
+from tests.e2e import forked
+
 _LONG = "tests/lab/test_slurm.py tests/lab/ tests/e2e/ tests/crash/ tests/dist/ tests/storage/".split()
 
 # A lab for each worker, with names and addresses of its own.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["FASTLOAD_LAB"] = string.ascii_lowercase[int(worker.removeprefix("gw"))]
+    atexit.register(os._exit, 0)  # torch would take half a second to free what the end of a process frees
 
 # torch asks for the name of each peer it connects to: where an answer is lost, that is 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Workers share the cores: threads of torch that wait for each other would spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # until all tests are collected: what is imported stays
 
 settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
 settings.load_profile("fastload")
@@ -31,6 +37,11 @@ settings.load_profile("fastload")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
     parser.addoption("--engines", action="store_true", help="run the tests marked engines, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not worker:
+        forked.make_folder()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,6 +58,7 @@ def pytest_collection_finish() -> None:
     """Spares the garbage collector the modules and tests, which stay until the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

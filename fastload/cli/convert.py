@@ -41,7 +41,7 @@ from fastload.loading.quantized import CONFIG_NAME
 from fastload.loading.selection import RankView
 from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions
-from fastload.storage import PatientStorage, locate, open_storage, put_next_to, single_file
+from fastload.storage import PatientStorage, locate, open_patiently, open_storage, put_next_to, single_file
 from fastload.storage.folders import write_all
 
 if TYPE_CHECKING:  # it takes long to import
@@ -347,14 +347,13 @@ def _copy(
                     config = parse_json(bytes(content), url_of(storage, name))
                     if (edited := edit(config)) != config:
                         content = bytearray(json.dumps(edited, indent=2).encode())
-                put_next_to(place, name, bytes(content), timeout_s=options.timeout_s, retries=options.retries)
+                put_next_to(place, name, bytes(content), patience=options.patience)
                 copied.append(name)
     return copied
 
 
 def _open(src: str) -> PatientStorage:
-    options = LoadOptions()
-    return PatientStorage(open_storage(src, NAMES), retries=options.retries, timeout_s=options.timeout_s)
+    return open_patiently(src, NAMES, patience=LoadOptions().patience)
 
 
 class _Written(NamedTuple):

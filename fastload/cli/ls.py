@@ -187,8 +187,7 @@ def _remove(catalog: Catalog, entries: list[Entry]) -> None:
 def _catalog(root: str | None) -> Catalog:
     if root is None:
         raise click.UsageError("Missing argument 'ROOT'.")
-    options = LoadOptions()
-    return Catalog(root, None, timeout_s=options.timeout_s, retries=options.retries)
+    return Catalog(root, None, LoadOptions().patience)
 
 
 def _entries(catalog: Catalog) -> list[Entry]:

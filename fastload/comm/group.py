@@ -34,7 +34,8 @@ from fastload.comm.hosts import machine, require_neighbour
 from fastload.comm.store import Member
 from fastload.comm.tree import CallTerms, TreeRendezvous, TreeState
 from fastload.comm.world import World
-from fastload.errors import WorldError
+from fastload.errors import OptionError, WorldError
+from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
 
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
@@ -139,31 +140,38 @@ def join_in(
 def meet(
     process_group: Any,
     what: str,
-    prepare: Callable[[], T],
-    *,
-    timeout_s: Callable[[T], float],
-    default_s: float,
-) -> tuple[World, T]:
+    options: Options | None,
+    kind: type[Options],
+    prepare: Callable[[Options], T],
+) -> tuple[World, Options, T]:
     """Forms the world even if this rank has failed, so that the others learn of it.
 
     Args:
         process_group: As for `join`.
         what: Name of the call. Ranks that make another call are out of step.
-        prepare: Prepares this rank; an exception it raises is raised on all ranks.
-        timeout_s: Returns the timeout, given what `prepare` has returned.
-        default_s: Timeout if `prepare` raises.
+        options: The caller's options; None for the defaults.
+        kind: Their class.
+        prepare: Prepares this rank, given the options; an exception it raises is raised on all ranks.
+
+    Returns:
+        The world, the options, and what `prepare` has returned.
     """
+    timeout_s: float = SETTINGS["timeout_s"].default
     problem: BaseException | None = None
     try:
-        ready = prepare()
+        chosen = options if options is not None else kind()
+        if not isinstance(chosen, kind):
+            raise OptionError(f"options= is a {type(chosen).__name__}: pass fastload.{kind.__name__}")
+        timeout_s = chosen.timeout_s
+        ready = prepare(chosen)
     except BaseException as error:
         problem = error
     try:
         if problem is None:
-            return join(process_group, call=what, timeout_s=timeout_s(ready)), ready
+            return join(process_group, call=what, timeout_s=timeout_s), chosen, ready
         if is_leaving := not isinstance(problem, Exception):
-            default_s = min(default_s, _LEAVING_S)
-        world = join(process_group, call=what, timeout_s=default_s)
+            timeout_s = min(timeout_s, _LEAVING_S)
+        world = join(process_group, call=what, timeout_s=timeout_s)
         with world.together():
             if is_leaving:
                 raise problem
@@ -559,3 +567,4 @@ def _port(name: str) -> int:
 
 
 T = TypeVar("T")
+Options = TypeVar("Options", LoadOptions, SaveOptions, StageOptions)

@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from fastload.errors import PeerError, WorldError, some_of
 
 _SIOCGIFADDR = 0x8915
@@ -84,6 +86,11 @@ def machine(host: str, rank: int) -> str:
     return " ".join([host, *where])
 
 
+def machine_digest(host: str, rank: int) -> str:
+    """Returns a short digest of `machine`, for the other ranks."""
+    return xxhash.xxh3_64_hexdigest(machine(host, rank).encode())
+
+
 # Addresses
 
 
@@ -105,10 +112,13 @@ def address_in(published: bytes) -> str | None:
 def interface_address() -> str | None:
     """Returns the IP address of the network interface in ``GLOO_SOCKET_IFNAME``; None without one."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if not name:
-        return None
+    return address_of(name) if name else None
+
+
+def address_of(interface: str) -> str | None:
+    """Returns the IP address of a network interface; None without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
-        packed = struct.pack("256s", name.encode()[:15])
+        packed = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, packed)[20:24])
     return None
 

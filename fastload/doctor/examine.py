@@ -17,7 +17,7 @@ from fastload.doctor.facts import Facts, look_around
 from fastload.errors import CheckpointNotFound, FastloadError
 from fastload.formats.names import NAMES
 from fastload.loading.access import Access, agree_on_access
-from fastload.options import LoadOptions
+from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.links import Links
 from fastload.transfer.plan import choose_strategy
@@ -138,7 +138,7 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
     def connect() -> PatientStorage:
         attempt_s = _LIMIT_S / 6
         storage = open_storage(location, NAMES, io=options.io, attempt_s=attempt_s)
-        return PatientStorage(storage, retries=1, timeout_s=attempt_s)
+        return PatientStorage(storage, Patience(1, attempt_s))
 
     begun = Opening(str(location), is_local=not location.scheme)
     try:

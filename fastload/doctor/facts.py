@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import resource
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from fastload.base.devices import accelerator_names
 from fastload.base.memory import memory_bytes
 from fastload.base.threads import within
-from fastload.comm.hosts import machine
+from fastload.comm.hosts import address_of, machine
 from fastload.errors import DeadlineExceeded
 from fastload.storage import Location
 from fastload.storage.mounts import bucket_client, file_system_type
@@ -32,7 +30,6 @@ LOOKUP_LIMIT_S = 6.0
 """Longest wait for a name server; resolvers retry after 5 s."""
 _PATH_LIMIT_S = 10.0
 _LOOPBACK = "lo"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DISTRIBUTIONS = "safetensors fsspec xxhash numpy obstore boto3".split()
 
 
@@ -132,7 +129,7 @@ def look_around(rank: int, master: str, location: Location | None) -> Facts:
     host = socket.gethostname()
     own = _ask(f"address of {host}", lambda: socket.gethostbyname(host))
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or _interface_with(own.answer)
-    address = _address_of(interface)
+    address = address_of(interface)
     addresses = dict.fromkeys(found for found in (address, _address(master)) if found)
     return Facts(
         host=host,
@@ -187,16 +184,9 @@ def _address(name: str) -> str:
 def _interface_with(address: str) -> str:
     """Returns the interface with an address; if none has it, Gloo uses loopback."""
     for _, name in socket.if_nameindex():
-        if address and _address_of(name) == address:
+        if address and address_of(name) == address:
             return name
     return _LOOPBACK
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
-        asked = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, asked)[20:24])
-    return ""
 
 
 def _memory() -> tuple[int, int]:

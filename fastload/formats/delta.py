@@ -18,32 +18,33 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastload.errors import ChecksumError, ManifestError
 from fastload.formats.dtypes import DTYPES
-from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
+from fastload.formats.manifest import CHECKSUM_BYTES, FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import OWN_STEM, SUFFIX
 from fastload.formats.open import read_manifest
-from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.record import checksum
 from fastload.formats.untrusted import show
-from fastload.geometry.blocks import Blocks, num_blocks
+from fastload.geometry.blocks import num_blocks
 from fastload.geometry.ranges import Space
+from fastload.options import Patience
 from fastload.storage import FileStat, Location, PatientStorage
 
 try:
     import numpy
-except ImportError:  # the comparison takes twice as long then
+except ImportError:  # saves take twice as long then
     numpy = None  # type: ignore[assignment]
 
 COUNTS, INDICES, VALUES = ".counts", ".indices", ".values"
 
 _MAX_SEGMENT_ELEMENTS = 1 << 15  # so that a piece has complete segments
-PIECE_BYTES = 256 << 10
-"""Most bytes to compare at once: torch splits larger operations over threads, which wait for each other."""
+PIECE_BYTES = 4 << 20 if numpy is not None else 256 << 10
+"""Bytes to compare at once. Torch splits longer operations over threads, which wait for each other."""
 _INDEX_BYTES = 2
 _COUNT_BYTES = 4
 _WORD_BYTES = 8
@@ -90,54 +91,77 @@ class PieceChanges(NamedTuple):
     indices: Tensor
     values: Tensor
 
+    def of(self, name: str) -> Tensor:
+        """Returns the one with the name of a stored tensor."""
+        return {COUNTS: self.counts, INDICES: self.indices, VALUES: self.values}[name[name.rindex(".") :]]
+
+    def sizes(self, num_elements: int, segment: int, per_block: int) -> list[tuple[int, int]]:
+        """Returns the values and the indices of each block.
+
+        Args:
+            num_elements: Elements of all segments.
+            segment: Elements of a segment.
+            per_block: Segments of a block.
+        """
+        counts = self.counts.tolist()
+        lengths = [min(segment, num_elements - start) for start in range(0, num_elements, segment)]
+        sparse = [count * (count < length) for count, length in zip(counts, lengths, strict=True)]
+        return [
+            (sum(counts[at : at + per_block]), sum(sparse[at : at + per_block]))
+            for at in range(0, len(counts), per_block)
+        ]
+
 
 def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChanges | None:
     """Returns the elements that differ in some segments; None if none does.
 
     Args:
-        new: The bytes of the segments, at most `PIECE_BYTES`; flat uint8.
+        new: The bytes of the segments; flat uint8.
         old: Those of the base; overwritten.
         itemsize: Length of an element in bytes.
         segment: Elements of a segment.
     """
-    changed = _changed(new, old, itemsize)
+    array: Any = numpy or torch
+    elements: Any = new.view(_BITS[itemsize])
+    changed = _changed(elements, old.view(_BITS[itemsize]))
     if not len(changed):
         return None
-    elements = new.view(_BITS[itemsize])
-    counts = torch.bincount(changed >> _log2(segment), minlength=num_blocks(len(elements), segment))
-    rest = len(elements) - (len(counts) - 1) * segment
-    dense = [
-        count * (_INDEX_BYTES + itemsize) >= length * itemsize
-        for count, length in zip(counts.tolist(), [segment] * (len(counts) - 1) + [rest], strict=True)
-    ]
-    positions = changed
-    if any(dense):
-        is_dense = torch.tensor(dense)
-        lengths = _lengths(len(elements), segment, 0, len(counts))
-        sparse = changed[~is_dense[changed >> _log2(segment)]]
-        replaced = torch.repeat_interleave(is_dense, lengths)
-        replaced[sparse] = True
-        positions, changed = torch.nonzero(replaced).flatten(), sparse
-        counts = torch.where(is_dense, lengths, counts)
-    indices = (changed & (segment - 1)).to(torch.int16)
-    return PieceChanges(counts.to(torch.int32), indices, elements.gather(0, positions))
-
-
-def _changed(new: Tensor, old: Tensor, itemsize: int) -> Tensor:
-    """Returns the numbers of the elements that differ, ascending."""
     if numpy is not None:
-        one, other = (each.view(_BITS[itemsize]).numpy() for each in (new, old))
-        return torch.from_numpy(numpy.flatnonzero(one != other))
-    words_end, bits = len(new) // _WORD_BYTES * _WORD_BYTES, _log2(_WORD_BYTES // itemsize)
+        elements = elements.numpy()
+    bounds = array.arange(num_blocks(len(elements), segment) + 1) * segment
+    counts = array.diff(array.searchsorted(changed, bounds))
+    lengths = (len(elements) - bounds[:-1]).clip(max=segment)
+    is_dense = counts * (_INDEX_BYTES + itemsize) >= lengths * itemsize
+    positions = changed
+    if is_dense.any():
+        of_all = elements, changed, counts, lengths, is_dense
+        elements, changed, counts, lengths, is_dense = map(torch.as_tensor, of_all)
+        replaced = torch.repeat_interleave(is_dense, lengths)
+        changed = changed[~replaced[changed]]
+        replaced[changed] = True
+        positions = torch.nonzero(replaced).flatten()
+        counts = torch.where(is_dense, lengths, counts)
+    indices, values = changed & (segment - 1), elements.take(positions)
+    return PieceChanges(
+        torch.as_tensor(counts).to(torch.int32),
+        torch.as_tensor(indices).to(torch.int16),
+        torch.as_tensor(values),
+    )
+
+
+def _changed(new: Tensor, old: Tensor) -> Any:
+    """Returns the numbers of the elements that differ, ascending; as an array if there is NumPy."""
+    if numpy is not None:
+        return numpy.flatnonzero(new.numpy() != old.numpy())
+    bits = _log2(_WORD_BYTES // new.itemsize)
+    words_end = len(new) >> bits << bits
     differing = old[:words_end].view(torch.int64).bitwise_xor_(new[:words_end].view(torch.int64))
     words = torch.nonzero(differing).flatten()
     # `gather` takes two thirds of the time of an index in brackets.
-    within = torch.nonzero(differing.gather(0, words).view(_BITS[itemsize])).flatten()
+    within = torch.nonzero(differing.gather(0, words).view(new.dtype)).flatten()
     changed = (words.gather(0, within >> bits) << bits) + (within & ((1 << bits) - 1))
-    if words_end == len(new):
-        return changed
-    rest = new[words_end:].view(_BITS[itemsize]) != old[words_end:].view(_BITS[itemsize])
-    return torch.cat([changed, torch.nonzero(rest).flatten() + words_end // itemsize])
+    rest = torch.nonzero(new[words_end:] != old[words_end:]).flatten() + words_end
+    return torch.cat([changed, rest])
 
 
 def _log2(power: int) -> int:
@@ -149,19 +173,18 @@ def decode(counts: Tensor, indices: Tensor, lengths: Tensor, segment: int) -> Te
 
     Args:
         counts: Of these segments; any integers.
-        indices: Of these segments; int16 with the bits of U16.
+        indices: Of these segments; int16, none of them negative.
         lengths: Elements of each.
         segment: Elements of any but the last.
     """
     counts = counts.to(torch.int64)
     starts = torch.arange(len(counts)) * segment
     dense = counts == lengths
-    below = indices.to(torch.int64) & 0xFFFF
     if not bool(dense.any()):
-        return torch.repeat_interleave(starts, counts) + below
+        return torch.repeat_interleave(starts, counts).add_(indices)
     positions = torch.empty(int(counts.sum()), dtype=torch.int64)
     is_dense = torch.repeat_interleave(dense, counts)
-    positions[~is_dense] = torch.repeat_interleave(starts[~dense], counts[~dense]) + below
+    positions[~is_dense] = torch.repeat_interleave(starts[~dense], counts[~dense]).add_(indices)
     sizes = counts[dense]
     firsts = starts[dense] - (torch.cumsum(sizes, 0) - sizes)
     positions[is_dense] = torch.repeat_interleave(firsts, sizes) + torch.arange(int(sizes.sum()))
@@ -244,18 +267,32 @@ class SegmentTable(NamedTuple):
         """Returns the segments with elements from `first` to before `last`."""
         return range(first // self.segment, num_blocks(last, self.segment))
 
-    def positions(self, segments: range, indices: Tensor, url: str) -> Tensor:
-        """Returns the elements of the tensor that the values of some segments replace.
+    def require_ascending(self, segments: range, indices: Tensor, url: str) -> None:
+        """Requires that the indices of some segments are ascending, and within their segments.
 
         Raises:
-            ManifestError: An index is out of bounds.
+            ManifestError: They are not.
+        """
+        starts = self.index_starts[segments.start : segments.stop + 1]
+        starts, lengths = starts - starts[0], self.lengths[segments.start : segments.stop]
+        is_sparse = starts[1:] > starts[:-1]
+        firsts, ends = starts[:-1][is_sparse], starts[1:][is_sparse]
+        rises = indices[1:] > indices[:-1]
+        rises[firsts[1:] - 1] = True
+        is_valid = rises.all() & (indices[firsts] >= 0).all() & (indices[ends - 1] < lengths[is_sparse]).all()
+        if not bool(is_valid):
+            raise ManifestError(f"{url}: indices of changes are not ascending, or out of bounds")
+
+    def positions(self, segments: range, indices: Tensor) -> Tensor:
+        """Returns the elements of the tensor that the values of some segments replace.
+
+        Args:
+            segments: The segments.
+            indices: Their indices, which passed `require_ascending`.
         """
         within = slice(segments.start, segments.stop)
         found = decode(self.counts[within], indices, self.lengths[within], self.segment)
-        num_elements = int(self.lengths[within].sum())
-        if len(found) and int(found.max()) >= num_elements:
-            raise ManifestError(f"{url}: an index of a change is out of bounds")
-        return found + segments.start * self.segment
+        return found.add_(segments.start * self.segment)
 
 
 def find_changes(base: Manifest, stored: Manifest) -> dict[str, Changes]:
@@ -379,7 +416,7 @@ class DeltaStorage(PatientStorage):
         stored_manifest: Manifest,
         result: Manifest,
     ) -> None:
-        super().__init__(stored, retries=0, timeout_s=0.0)
+        super().__init__(stored, Patience(0, 0.0))
         self._base = base
         self._stored = stored
         self._versions = {file.name: file.version for file in base_manifest.files}
@@ -471,11 +508,6 @@ class ChangesReader:
         self._storage = storage
         self._manifest = manifest
         self._changes = changes
-        extents = Space([entry for entry in manifest.tensors if entry.nbytes])
-        self._blocks = Blocks(extents, manifest.block_bytes)
-        self._firsts = [
-            self._blocks.firsts[extents.find(file, -1) + 1] for file in range(len(manifest.files))
-        ]
         self._lock = threading.Lock()
         self._tables: dict[str, SegmentTable] = {}
         self._cache: OrderedDict[tuple[int, int], bytearray] = OrderedDict()
@@ -501,7 +533,8 @@ class ChangesReader:
         of_indices = [int(table.index_starts[at]) for at in (segments.start, segments.stop)]
         indices = self._read(changes.indices, _INDEX_BYTES, *of_indices)
         values = self._read(changes.values, size, *starts).view(_BITS[size])
-        positions = table.positions(segments, indices.view(torch.int16), self._manifest.url)
+        table.require_ascending(segments, indices := indices.view(torch.int16), self._manifest.url)
+        positions = table.positions(segments, indices)
         here = (positions >= first) & (positions < last)
         positions, values = positions[here], values[here]
         into = torch.frombuffer(data, dtype=torch.uint8)
@@ -550,20 +583,15 @@ class ChangesReader:
 
     def _read_block(self, entry: TensorEntry, start: int) -> bytearray:
         file = self._manifest.files[entry.file]
-        found = self._blocks.at(entry.file, entry.offset + start)
+        found = self._manifest.blocks.at(entry.file, entry.offset + start)
         assert found is not None
-        number = found.number - self._firsts[entry.file]
-        expected = file.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+        _, expected = self._manifest.recorded(found)
         data = bytearray(found.nbytes)
         for _ in range(2):  # again, in case it was damaged on the way
             self._storage.read_into(file.name, found.offset, [memoryview(data)], file.version)
             if checksum(memoryview(data)) == expected:
                 return data
-        text = (
-            f"{self._manifest.url.rstrip('/')}/{file.name}: block {number} "
-            f"[bytes {found.offset}-{found.offset + found.nbytes}] of tensor {show(entry.name)}: checksum "
-            f"{expected.hex()} expected, {checksum(memoryview(data)).hex()} found"
-        )
+        text = self._manifest.describe_damage(found, entry.name, checksum(memoryview(data)))
         raise ChecksumError(f"damaged: {text}", (text,))
 
 

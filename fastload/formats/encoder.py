@@ -147,6 +147,8 @@ class StateEncoder:
             return self._tensor(value, tensor_name(prefix, key))
         if kind in CONTAINERS:
             return self._container(value, tensor_name(prefix, key))
+        if isinstance(value, Tensor) and is_dtensor(value):
+            return self._tensor(value, tensor_name(prefix, key))
         try:
             return encode_value(value)
         except NotPlain:
@@ -154,8 +156,6 @@ class StateEncoder:
                 return self._array(value, tensor_name(prefix, key))
             if kind is PerRank:
                 return self._per_rank(value, prefix, key)
-            if isinstance(value, Tensor) and is_dtensor(value):
-                return self._tensor(value, tensor_name(prefix, key))
             if is_stateful(value):
                 return self.value(self._objects.state_dict_of(value), prefix, key)
             return self._refuse(_name(value), _why_not_kept(value))
@@ -273,10 +273,11 @@ class StateEncoder:
         if local.is_neg() or local.is_conj():  # torch negates when it reads the bytes
             resolved = _like(plain, local_of(plain).resolve_conj().resolve_neg(), plain.shape)
             plain = self._converted.setdefault(id(tensor), resolved)
+            local = local_of(plain)
         if plain.dtype is torch.complex128:
             real = _like(plain, torch.view_as_real(local_of(plain)), (*plain.shape, 2))
-            return self._leaf(real, name, kind, "complex128")
-        return self._leaf(plain, name, kind, None)
+            return self._leaf(real, local, name, kind, "complex128")
+        return self._leaf(plain, local, name, kind, None)
 
     def _array(self, array: Any, name: str) -> Any:
         dtype = array.dtype
@@ -292,15 +293,14 @@ class StateEncoder:
         if tensor.dtype is torch.complex128:
             tensor = torch.view_as_real(tensor)
         self._objects.uncounted.add(_address(tensor))
-        return self._leaf(tensor, name, "ndarray", dtype.str)
+        return self._leaf(tensor, tensor, name, "ndarray", dtype.str)
 
-    def _leaf(self, tensor: Tensor, name: str, kind: str | None, dtype: str | None) -> Any:
+    def _leaf(self, tensor: Tensor, local: Tensor, name: str, kind: str | None, dtype: str | None) -> Any:
         natural = name or BARE_NAME
-        return leaf_node(self._store(tensor, natural), natural, kind, dtype)
+        return leaf_node(self._store(tensor, _address(local), natural), natural, kind, dtype)
 
-    def _store(self, tensor: Tensor, name: str) -> str:
+    def _store(self, tensor: Tensor, address: int, name: str) -> str:
         """Returns the name a tensor is stored under: its own, or that of a tensor it is tied to."""
-        address = _address(local_of(tensor))
         first = self._first.get(address)
         if first is None:
             self._first[address] = stored = self._add(tensor, name)
@@ -359,7 +359,8 @@ class PerRankEncoder(StateEncoder):
 
     def _text(self, node: Any, name: str) -> Any:
         text = bytearray(json.dumps(node, separators=(",", ":")).encode())
-        return self._leaf(torch.frombuffer(text, dtype=torch.uint8), name, "json", None)
+        tensor = torch.frombuffer(text, dtype=torch.uint8)
+        return self._leaf(tensor, tensor, name, "json", None)
 
     def _per_rank(self, value: PerRank[Any], prefix: str, key: Any) -> Any:
         return self._refuse("a fastload.PerRank", "it is inside of another one")

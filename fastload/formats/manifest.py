@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fastload.base.memory import uncollected
+from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.box import Box
+from fastload.geometry.ranges import Space
 
+CHECKSUM_BYTES = 8
 _LENGTH_BYTES = 8
 
 
@@ -155,6 +158,32 @@ class Manifest:
             return self.tensors
         extents = [extent for entry in self.tensors for extent in entry.pieces or (entry,)]
         return sorted(extents, key=attrgetter("file", "offset", "nbytes"))
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The checksum blocks of all extents, or of those of a checkpoint to seal."""
+        return Blocks(Space([extent for extent in self.extents if extent.nbytes]), self.block_bytes)
+
+    @cached_property
+    def _first_blocks(self) -> list[int]:
+        """For each file, the number of its first block."""
+        blocks = self.blocks
+        return [blocks.firsts[blocks.space.find(file, -1) + 1] for file in range(len(self.files))]
+
+    def recorded(self, block: Block) -> tuple[int, bytes]:
+        """Returns the number of one of `blocks` within its file, and its recorded checksum."""
+        number = block.number - self._first_blocks[block.file]
+        begin = number * CHECKSUM_BYTES
+        return number, self.files[block.file].checksums[begin : begin + CHECKSUM_BYTES]
+
+    def describe_damage(self, block: Block, tensor: str, found: bytes) -> str:
+        """Describes one of `blocks` whose checksum is not the recorded one, for users."""
+        number, expected = self.recorded(block)
+        return (
+            f"{self.url.rstrip('/')}/{self.files[block.file].name}: block {number} "
+            f"[bytes {block.offset}-{block.offset + block.nbytes}] of tensor {tensor[:200]!r}: checksum "
+            f"{expected.hex()} expected, {found.hex()} found"
+        )
 
     @cached_property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
+from fastload.formats.manifest import CHECKSUM_BYTES as CHECKSUM_BYTES
 from fastload.formats.manifest import Delta, Manifest
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
@@ -29,7 +30,6 @@ from fastload.geometry.blocks import num_blocks
 from fastload.storage.base import Storage
 
 MAX_RECORD_BYTES = 1 << 30
-CHECKSUM_BYTES = 8
 
 _FORMAT = "fastload"
 _VERSION, _DELTA_VERSION = 1, 2  # of a complete checkpoint, and of a delta

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, product
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_STEPS = 1_000_000  # and some for each box; real checkpoints need hardly any
 
@@ -100,6 +103,11 @@ class Runs(NamedTuple):
     def num_runs(self) -> int:
         """Number of runs."""
         return prod(count for count, _ in self.steps)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns these elements of a flat tensor as a view of it, with a dimension for each loop."""
+        sizes, strides = zip(*self.steps, (self.length, 1), strict=True)
+        return flat.as_strided(sizes, strides, flat.storage_offset() + self.start)
 
     @property
     def end(self) -> int:

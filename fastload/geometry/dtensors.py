@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -60,22 +60,17 @@ def _readings(tensor: Any, local: Tensor) -> list[list[tuple[Box, Box]]]:
 
     There is one unless the placements are ambiguous, and none if this rank is not in the mesh.
     """
-    order = _order_of(tensor.device_mesh)
-    if order.here is None:
-        return []
-    return _fitting(tuple(tensor.shape), order.shape, order.here, tensor.placements, tuple(local.shape))
+    return _fitting(_order_of(tensor.device_mesh), tensor.shape, tensor.placements, local.shape)
 
 
 @lru_cache(maxsize=4096)  # layers are alike
 def _fitting(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    index: tuple[int, ...],
-    placements: tuple[Any, ...],
-    local: tuple[int, ...],
+    order: _Order, shape: tuple[int, ...], placements: tuple[Any, ...], local: tuple[int, ...]
 ) -> list[list[tuple[Box, Box]]]:
     """Returns those of `shard_intervals` that fit the shape of a local tensor, as boxes."""
-    found = shard_intervals(shape, mesh_shape, index, placements)
+    if order.here is None:
+        return []
+    found = shard_intervals(shape, order.shape, order.here, placements)
     if not prod(local):
         fitting = [shard for shard in found if not prod(local_shape(shard))][:1]
     else:
@@ -83,7 +78,7 @@ def _fitting(
     return [shard_boxes(shard) for shard in fitting]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Order:
     """The order of the ranks of a mesh in their process groups.
 
@@ -116,12 +111,17 @@ class _Order:
 
 
 _ORDERS: WeakKeyDictionary[Any, _Order] = WeakKeyDictionary()
+_last_order: list[tuple[ref[Any], _Order]] = []  # at most one, since a mesh takes long to hash
 
 
 def _order_of(mesh: Any) -> _Order:
+    for known, order in _last_order[:]:
+        if known() is mesh:
+            return order
     found = _ORDERS.get(mesh)
     if found is None:
         found = _ORDERS[mesh] = _find_order(mesh)
+    _last_order[:] = [(ref(mesh), found)]
     return found
 
 
@@ -194,34 +194,16 @@ class DTensorRanks:
 
     def __init__(self, ranks: Sequence[int] | None, *, place: str = "into=", call: str = "load") -> None:
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._numbers = {member: rank for rank, member in enumerate(ranks or ())}
         self._place = place
         self._call = call
+        self._members = tuple(ranks or ())
         self._outside: dict[Any, list[int]] = {}
         self._groups: dict[int, str] = {}
-        self._placed: dict[Any, BoxesByRank | None] = {}
+        self._fitting: dict[tuple[Any, ...], Any] = {}  # kind of DTensor → its mesh, whose id is in the kind
 
     def boxes_of_all(self, tensor: Any) -> BoxesByRank | None:
         """Returns the boxes of a DTensor on all ranks; None if only those ranks know them."""
-        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-        key = (tuple(tensor.shape), mesh, placements)
-        try:
-            return self._placed[key]  # one lookup, since a mesh and placements take long to hash
-        except KeyError:
-            return self._placed.setdefault(key, self._place_all(*key))
-
-    def _place_all(self, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> BoxesByRank | None:
-        if set(mesh.mesh.flatten().tolist()) != self._numbers.keys():
-            return None
-        order = _order_of(mesh)
-        found: dict[tuple[Box, ...], list[int]] = {}
-        for coordinate in product(*map(range, mesh.shape)):
-            readings = shard_intervals(shape, mesh.shape, order.index_at(coordinate), placements)
-            if len(readings) > 1:
-                return None
-            boxes = tuple(box for box, _ in shard_boxes(readings[0]))
-            found.setdefault(boxes, []).append(self._numbers[order.rank_at(coordinate)])
-        return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in found.items())
+        return _boxes_of_all(_order_of(tensor.device_mesh), tensor.shape, tensor.placements, self._members)
 
     def misfits(self, name: str, tensor: Any) -> Iterator[str]:
         """Yields why a tensor that is distributed over ranks cannot be loaded or saved.
@@ -232,18 +214,26 @@ class DTensorRanks:
         """
         if type(tensor) in _PLAIN:
             return
-        if hasattr(tensor, "local_shards"):
+        if is_dtensor(tensor):
+            sharded: Any = tensor
+            mesh, local = sharded.device_mesh, local_of(sharded)
+            what = (id(mesh), sharded.shape, sharded.placements, type(local), local.shape)
+            if what not in self._fitting:  # layers are alike
+                problems = list(self._dtensor_misfits(name, sharded, local))
+                if not problems:
+                    self._fitting[what] = mesh
+                yield from problems
+        elif hasattr(tensor, "local_shards"):
             yield (
                 f"{name}: {self._place} has a {type(tensor).__name__}, as FSDP1 makes them: "
                 f"use fully_shard (FSDP2), or {self._call} a full state dict on all ranks"
             )
-        elif is_dtensor(tensor):
-            yield from self._dtensor_misfits(name, tensor)
         elif hasattr(tensor, "to_local"):
             kind = type(tensor).__name__
             yield f"{name}: {self._place} has a {kind}: DTensor is the only supported sharded tensor"
 
-    def _dtensor_misfits(self, name: str, tensor: Any) -> Iterator[str]:
+    def _dtensor_misfits(self, name: str, tensor: Any, local: Tensor) -> Iterator[str]:
+        mesh = tensor.device_mesh
         unplaced = [str(one) for one in tensor.placements if not _is_placed(one)]
         if unplaced:
             yield (
@@ -251,16 +241,14 @@ class DTensorRanks:
                 "holds a part: redistribute it to Replicate() or Shard(...) first"
             )
             return
-        if outside := self._outside_of(tensor.device_mesh):
+        if outside := self._outside_of(mesh):
             yield (
                 f"{name}: {self._place} has a DTensor on a mesh with ranks {_some(outside)}, which take no "
                 f"part in this {self._call}: {self._call} with a process_group= of all of them"
             )
-        mesh = tensor.device_mesh
         if problem := self._groups_of(mesh) or _disorder(tensor.shape, mesh, tensor.placements):
             yield f"{name}: {self._place} has a DTensor on a mesh {problem}"
             return
-        local = local_of(tensor)
         num_readings = len(_readings(tensor, local))
         if type(local) not in _PLAIN:
             yield f"{name}: {self._place} has a DTensor whose local tensor is a {type(local).__name__}"
@@ -284,6 +272,25 @@ class DTensorRanks:
         if found is None:
             found = self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
         return found
+
+
+@lru_cache(maxsize=4096)  # equal layers share one object, also from call to call
+def _boxes_of_all(
+    order: _Order, shape: tuple[int, ...], placements: tuple[Any, ...], members: tuple[int, ...]
+) -> BoxesByRank | None:
+    """Returns the boxes of a DTensor on all ranks of a group, given its members in torch's default group."""
+    numbers = {member: rank for rank, member in enumerate(members)}
+    coordinates = list(product(*map(range, order.shape)))
+    if {order.rank_at(coordinate) for coordinate in coordinates} != numbers.keys():
+        return None
+    found: dict[tuple[Box, ...], list[int]] = {}
+    for coordinate in coordinates:
+        readings = shard_intervals(shape, order.shape, order.index_at(coordinate), placements)
+        if len(readings) > 1:
+            return None
+        boxes = tuple(box for box, _ in shard_boxes(readings[0]))
+        found.setdefault(boxes, []).append(numbers[order.rank_at(coordinate)])
+    return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in found.items())
 
 
 def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str:

@@ -101,6 +101,17 @@ def _first_byte(byte_range: HasRange) -> tuple[int, int]:
     return byte_range.file, byte_range.offset
 
 
+def join_adjacent(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins each (begin, end) with the one before, if it begins where that one ends."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
 def merged(wanted: Iterable[HasRange]) -> tuple[ByteRange, ...]:
     """Joins ranges that are adjacent in a file; the results are laid end to end."""
     ranges: list[ByteRange] = []

@@ -6,12 +6,13 @@ boxes, so the tensor is cut here placement by placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 from fastload.geometry.box import Box
+from fastload.geometry.ranges import join_adjacent
 
 Interval = tuple[int, int]
 ShardIntervals = list[list[Interval]]
@@ -77,7 +78,7 @@ def local_shape(shard: ShardIntervals) -> tuple[int, ...]:
 def _cut_left_first(intervals: list[Interval], cuts: Sequence[MeshCut]) -> list[Interval]:
     for num_ranks, which, split_factor in cuts:
         pieces = [_chunk(intervals, split_factor, number) for number in range(split_factor)]
-        intervals = _joined(one for piece in pieces for one in _chunk(piece, num_ranks, which))
+        intervals = join_adjacent(one for piece in pieces for one in _chunk(piece, num_ranks, which))
     return intervals
 
 
@@ -101,17 +102,6 @@ def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> list[I
             found.append((low, high))
         place += end - begin
     return found
-
-
-def _joined(intervals: Iterator[Interval]) -> list[Interval]:
-    """Joins adjacent intervals."""
-    joined: list[Interval] = []
-    for begin, end in intervals:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 def _with_places(intervals: Sequence[Interval]) -> list[tuple[int, int, int]]:

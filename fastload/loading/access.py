@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fastload.comm.failures import kinds_of, require_same
-from fastload.comm.hosts import machine
+from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
@@ -26,8 +26,8 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.quantized import CONFIG_NAME, dequantized
-from fastload.options import LoadOptions, StageOptions
-from fastload.storage import Location, PatientStorage, Storage, open_storage
+from fastload.options import LoadOptions, Patience, StageOptions
+from fastload.storage import Location, PatientStorage, Storage, open_patiently
 
 if TYPE_CHECKING:
     from fastload.transfer.read import HeldBytes
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_ATTEMPT_S = 30.0  # for one request: a longer one has stalled
 _MAX_PACKED_BYTES = 16 << 10  # of a manifest that is sent with a response
 _REPLACED = b"replaced"  # instead of a packed manifest
 _MAX_CONFIG_BYTES = 16 << 20
@@ -121,9 +120,8 @@ def open_access(
     """
 
     def connect(location: Location) -> PatientStorage:
-        attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
-        storage = open_storage(location, NAMES, storage_options, io=options.io, attempt_s=attempt_s)
-        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
+        patience = Patience(options.retries, world.patience_s / 2)
+        return open_patiently(location, NAMES, storage_options, io=options.io, patience=patience)
 
     def open_at(location: Location) -> Access:
         same = {**call, **options.shared_values()}
@@ -303,7 +301,7 @@ class _Opening:
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
         has_it = sees == Sight.CHECKPOINT
         return {
-            "machine": Each([xxhash.xxh3_64_hexdigest(machine(world.host, world.rank).encode())]),
+            "machine": Each([machine_digest(world.host, world.rank)]),
             "call": dict(call),
             "sees": sees,
             "shared": storage.shared,
@@ -456,7 +454,7 @@ def samples_of(manifest: Manifest) -> list[ByteRange]:
     One of each tensor, or of 256 tensors if there are more, and 256 at equal distances, so that any 256th of
     the bytes is compared; 2 MiB in all.
     """
-    space = Space([extent for extent in manifest.extents if extent.nbytes])
+    space = manifest.blocks.space
     if not (num_extents := len(space.ranges)):
         return []
     num_tensors = min(_NUM_SAMPLES, num_extents)

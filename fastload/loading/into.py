@@ -37,7 +37,7 @@ from fastload.loading.modules import (
     reshard,
     still_unfilled,
 )
-from fastload.loading.targets import LoadTargets, identity
+from fastload.loading.targets import TargetBuilder, identity
 
 _ABSENT: Any = object()
 
@@ -645,7 +645,7 @@ class Restorer:
         for part in self.pairs.stateful:
             yield from ((saved, True) for saved in _checked(part.value) if saved.stored not in self.sharded)
 
-    def run(self, built: LoadTargets) -> None:
+    def run(self, targets: TargetBuilder) -> None:
         """Restores everything, once the tensors are loaded.
 
         Raises:
@@ -653,9 +653,9 @@ class Restorer:
                 names it.
         """
         pairs = self.pairs
-        cast, as_stored = StateDecoder(built.new, built.exact), StateDecoder(built.exact)
+        cast, as_stored = StateDecoder(targets.new, targets.exact), StateDecoder(targets.exact)
         values = [(one.container, one.key, one.value.build(cast)) for one in pairs.assignments]
-        in_shards = StateDecoder({**built.exact, **self.sharded}) if self.sharded else as_stored
+        in_shards = StateDecoder({**targets.exact, **self.sharded}) if self.sharded else as_stored
         states = [(part, part.value.build(in_shards)) for part in pairs.stateful]
         with torch.no_grad():  # else each access to a DTensor turns it off and on
             loaded = {identity(_current(slot)) for _, slot in pairs.tensors} if pairs.modules else set()

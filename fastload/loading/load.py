@@ -8,13 +8,13 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import groupby
 from operator import and_
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -207,8 +207,7 @@ class Session:
             FastloadError: A rank failed.
         """
         self.await_prefetch()
-        opened, storage = self.opened, self.opened.access.storage
-        began = time.perf_counter(), storage.bytes_read, storage.direct_bytes_read
+        opened, start = self.opened, LoadStart.now(self.opened)
         if opened.access.deltas and staging_bytes is None:
             members = members_of(opened.world.group)
             match = partial(
@@ -223,20 +222,12 @@ class Session:
             if staging_bytes is not None:  # for a part of a stream, in new memory
                 options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
                 opened = replace(opened, options=options)
-            job = _since(prepare(opened, request), *began)
+            job = prepare(opened, request, start)
             if not opened.options.atomic or self._read_first(job):
                 loaded = self.run(job)
                 if loaded is not None:
                     return loaded
             self.reopen_exactly()
-
-    def run(self, job: Job) -> Loaded | None:
-        """Runs a load, as `settle` does; an error says that it may be partial."""
-        try:
-            return self.settle(job)
-        except FastloadError as error:
-            error.is_partial = True
-            raise
 
     def _read_first(self, job: Job) -> bool:
         """Reads and verifies what this rank will send or place, on all ranks, before anything is placed.
@@ -247,7 +238,7 @@ class Session:
         Raises:
             FastloadError: A rank failed; nothing has changed.
         """
-        world, plan, reader = job.request.opened.world, job.pipeline.plan, job.pipeline.reader
+        world, plan, reader = job.matched.opened.world, job.pipeline.plan, job.pipeline.reader
 
         def work() -> bool:
             view, held = plan.view(world.rank), reader.held or HeldBytes()
@@ -263,12 +254,12 @@ class Session:
                 job.close()
         return is_ready
 
-    def settle(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
+    def run(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
         """Runs a load, agrees with all ranks on its outcome, and restores the state.
 
         Args:
             job: The load.
-            errors: The errors of this rank, if the job has run; None to run it.
+            errors: The errors of this rank, if it is a stream, which has run; None to run it.
 
         Returns:
             The outcome; None if data were not laid out as the manifest inferred, and have to be loaded again.
@@ -276,8 +267,38 @@ class Session:
         Raises:
             FastloadError: A rank failed; the tensors may hold some of their bytes.
         """
-        opened, world, url = job.request.opened, job.request.opened.world, self.manifest.url
-        what = f"loading {url}"
+        try:
+            responses, broken = self._move(job, errors)
+            access = self.opened.access
+            self.opened = replace(
+                self.opened, access=access.without(broken), num_retries=access.storage.num_retries
+            )
+            kinds = kinds_of(responses)
+            if any(one["is_misread"] for one in kinds):
+                return None
+            self.report = _report(job, Reports(RankReport, responses[0]["report"]))
+            if self.opened.world.rank == 0:
+                _warn(self.report, broken)
+            return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+        except FastloadError as error:
+            if errors is None:
+                error.is_partial = True
+            raise
+
+    def _move(
+        self, job: Job, errors: list[BaseException] | None
+    ) -> tuple[list[dict[str, Any]], Collection[int]]:
+        """Moves all data, those of readers that fail too.
+
+        Args:
+            job: The load; closed in the end.
+            errors: As for `run`.
+
+        Returns:
+            The responses of the ranks, and the readers that failed.
+        """
+        opened, world = job.matched.opened, job.matched.opened.world
+        what = f"loading {self.manifest.url}"
         passes, broken = [job], set[int]()
 
         def work() -> dict[str, Any]:
@@ -288,7 +309,7 @@ class Session:
             return {
                 "report": Each(_report_rank(passes).pack()),
                 "unread_from": passes[-1].pipeline.unread_from,
-                "calls": job.request.matched.calls or opened.options.on_report is not None,
+                "calls": job.matched.match.calls or opened.options.on_report is not None,
                 "is_misread": any(one.pipeline.reader.is_misread for one in passes),
             }
 
@@ -297,7 +318,7 @@ class Session:
                 responses = world.settle(
                     what,
                     work,
-                    ended=lambda error: opened.tracing.leave("load", job.request.began, error),
+                    ended=lambda error: opened.tracing.leave("load", job.matched.start.at_s, error),
                     met=lambda: opened.tracing.write({"what": what, "bytes_wanted": job.bytes_wanted}),
                 )
                 unread_from = {
@@ -306,23 +327,11 @@ class Session:
                     if one["unread_from"] is not None
                 }
                 if not unread_from:
-                    break
+                    return responses, broken | job.pipeline.broken
                 broken |= unread_from.keys()
                 passes.append(prepare_rest(passes[-1], unread_from))
-            broken |= job.pipeline.broken
         finally:
             passes[-1].close()
-        access = self.opened.access
-        self.opened = replace(
-            self.opened, access=access.without(broken), num_retries=access.storage.num_retries
-        )
-        kinds = kinds_of(responses)
-        if any(one["is_misread"] for one in kinds):
-            return None
-        self.report = _report(job, Reports(RankReport, responses[0]["report"]))
-        if world.rank == 0:
-            _warn(self.report, broken)
-        return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
 
     def _restore(self, job: Job, report: LoadReport, *, calls: bool) -> Loaded:
         """Restores everything but tensors.
@@ -335,10 +344,10 @@ class Session:
         Raises:
             FastloadError: Some rank's ``load_state_dict``, hook or `on_report` failed.
         """
-        opened, results = job.request.opened, list[Any]()
+        opened, results = job.matched.opened, list[Any]()
 
         def finish() -> None:
-            results.append(job.request.matched.finish())
+            results.append(job.matched.match.finish())
             if opened.options.on_report is not None:
                 opened.options.on_report(report)
 
@@ -356,17 +365,6 @@ class Session:
             self._held = None
 
 
-def _since(job: Job, began: float, bytes_read: int, direct_bytes_read: int) -> Job:
-    """Returns a job whose report begins earlier."""
-    request = replace(
-        job.request,
-        began=began,
-        bytes_read_before=bytes_read,
-        direct_bytes_read_before=direct_bytes_read,
-    )
-    return replace(job, request=request)
-
-
 def _raise_first(errors: list[BaseException]) -> None:
     try:
         raise errors[0]
@@ -375,27 +373,27 @@ def _raise_first(errors: list[BaseException]) -> None:
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
-    request = job.request
+    matched = job.matched
     return LoadReport(
-        url=request.opened.access.manifest.url,
-        strategy=request.decision.strategy,
-        why=request.decision.why,
+        url=matched.opened.access.manifest.url,
+        strategy=matched.decision.strategy,
+        why=matched.decision.why,
         transport=job.pipeline.transport.name,
-        why_transport=request.why_transport(job.pipeline.transport),
+        why_transport=matched.why_transport(job.pipeline.transport),
         bytes_wanted=job.bytes_wanted,
-        num_tensors=request.matched.num_tensors,
+        num_tensors=matched.match.num_tensors,
         chunk_bytes=job.pipeline.plan.chunk_bytes,
         num_rounds=job.pipeline.plan.num_rounds,
         depth=job.pipeline.plan.depth,
-        left_out=request.matched.left_out,
+        left_out=matched.match.left_out,
         ranks=ranks,
     )
 
 
 def _report_rank(passes: Sequence[Job]) -> RankReport:
-    request = passes[0].request
-    opened, world, access = request.opened, request.opened.world, request.opened.access
-    total_s = time.perf_counter() - request.began
+    matched = passes[0].matched
+    opened, world, access = matched.opened, matched.opened.world, matched.opened.access
+    total_s = time.perf_counter() - matched.start.at_s
     pipelines = [job.pipeline for job in passes]
     read_s, exchange_s, place_s = (
         sum(pipeline.watches[stage].seconds for pipeline in pipelines)
@@ -405,12 +403,12 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
     return RankReport(
         rank=world.rank,
         host=world.host,
-        reader=world.rank in request.decision.readers,
+        reader=world.rank in matched.decision.readers,
         note=drop_outs[0] if drop_outs else access.notes.get(world.rank, ""),
-        bytes_read=access.storage.bytes_read - request.bytes_read_before,
-        direct_bytes_read=access.storage.direct_bytes_read - request.direct_bytes_read_before,
+        bytes_read=access.storage.bytes_read - matched.start.bytes_read,
+        direct_bytes_read=access.storage.direct_bytes_read - matched.start.direct_bytes_read,
         bytes_verified=sum(job.pipeline.reader.verified.total for job in passes),
-        bytes_patched=request.matched.bytes_patched,
+        bytes_patched=matched.match.bytes_patched,
         header_bytes_read=opened.header_bytes,
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
         bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
@@ -425,7 +423,7 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
     )
 
 
-def _warn(report: LoadReport, broken: set[int]) -> None:
+def _warn(report: LoadReport, broken: Collection[int]) -> None:
     """Logs the readers that failed, and what was left out."""
     for rank in report.ranks:
         if rank.rank in broken:
@@ -471,10 +469,37 @@ class Opened:
         """Number of ranks on this rank's host."""
         return self.access.hosts.count(self.access.hosts[self.world.rank])
 
+    def read_threads(self, plan: Plan) -> int:
+        """Returns how many reads this rank has in flight."""
+        in_order = self.access.storage.in_order
+        return read_threads(
+            self.options.read_threads, plan, ranks_on_host=self.ranks_on_host, in_order=in_order
+        )
+
     @property
     def cores(self) -> int:
         """This rank's share of its host's cores, at least 1."""
         return max(1, (os.cpu_count() or 1) // self.ranks_on_host)
+
+
+class LoadStart(NamedTuple):
+    """The beginning of a load, from which its report counts.
+
+    Attributes:
+        at_s: By `time.perf_counter`.
+        bytes_read: Bytes read from storage until then.
+        direct_bytes_read: The part of them that bypassed the page cache.
+    """
+
+    at_s: float
+    bytes_read: int
+    direct_bytes_read: int
+
+    @classmethod
+    def now(cls, opened: Opened) -> LoadStart:
+        """Returns the beginning of a load that begins now."""
+        storage = opened.access.storage
+        return cls(time.perf_counter(), storage.bytes_read, storage.direct_bytes_read)
 
 
 class Request(Protocol):
@@ -490,7 +515,7 @@ class Request(Protocol):
     @property
     def is_same(self) -> bool: ...  # noqa: D102
 
-    def match(self, manifest: Manifest, rank: int, size: int, group: Sequence[int] | None) -> Match:
+    def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
         """Finds the destinations; see `LoadRequest.match`."""
         ...
 
@@ -501,45 +526,40 @@ class MatchedRequest:
 
     Attributes:
         opened: The checkpoint.
-        matched: The destinations.
+        match: The destinations.
         decision: The strategy.
         backend: The backend that moves data between the devices of all ranks, such as ``nccl``; empty if
             none.
         detour: Why data go through host memory; empty with a backend.
-        began: `time.perf_counter` at its beginning.
-        bytes_read_before: Bytes that earlier loads read from storage.
-        direct_bytes_read_before: Bytes of these that did not go through the page cache.
+        start: The beginning of the load.
     """
 
     opened: Opened
-    matched: Match
+    match: Match
     decision: StrategyChoice
     backend: str
     detour: str
-    began: float
-    bytes_read_before: int
-    direct_bytes_read_before: int
+    start: LoadStart
 
     @classmethod
-    def of(cls, opened: Opened, request: Request) -> MatchedRequest:
+    def of(cls, opened: Opened, request: Request, start: LoadStart) -> MatchedRequest:
         """Matches a request.
 
         Raises:
             FastloadError: This rank cannot load it.
         """
-        began, world, storage = time.perf_counter(), opened.world, opened.access.storage
-        matched = request.match(opened.access.tensors, world.rank, world.size, members_of(world.group))
+        world = opened.world
+        match = request.match(opened.access.tensors, world.rank, world.size, members_of(world.group))
         backend, detour = "", "the tensors are in host memory"
-        if is_accelerator(matched.device):
-            backend = backend_of(world.group, matched.device.type)
+        if is_accelerator(match.device):
+            backend = backend_of(world.group, match.device.type)
             detour = (
-                "" if backend else f"the process group has no backend between {matched.device.type} devices"
+                "" if backend else f"the process group has no backend between {match.device.type} devices"
             )
         decision = decide(opened, fast_links=bool(backend))
-        if matched.stream_buffer is not None and matched.stream_buffer.is_mapped:
+        if match.stream_buffer is not None and match.stream_buffer.is_mapped:
             decision = replace(decision, why=f"{decision.why}; mapped, not read")
-        before = storage.bytes_read, storage.direct_bytes_read
-        return cls(opened, matched, decision, backend, detour, began, *before)
+        return cls(opened, match, decision, backend, detour, start)
 
     def through_hosts(self) -> MatchedRequest:
         """Returns the request with the strategy of a group whose devices no backend connects."""
@@ -553,7 +573,7 @@ class MatchedRequest:
         if not self.backend:
             return self.detour
         if transport.name.startswith(self.backend):
-            return f"the process group's backend between {self.matched.device.type} devices"
+            return f"the process group's backend between {self.match.device.type} devices"
         return "no two ranks want the same bytes, or they form too many groups for communicators of devices"
 
 
@@ -586,13 +606,13 @@ class Job:
     """A load that is ready to run.
 
     Attributes:
-        request: The request of this rank.
+        matched: The request of this rank.
         bytes_wanted: Bytes that any rank wants, each counted once.
         writer: Writes the bytes into tensors.
         pipeline: Runs the rounds of the plan.
     """
 
-    request: MatchedRequest
+    matched: MatchedRequest
     bytes_wanted: int
     writer: TensorWriter | StreamBuffer
     pipeline: Pipeline
@@ -611,41 +631,47 @@ class Job:
 
     def close(self) -> None:
         """Ends its threads; a read without an answer from storage ends later."""
-        opened = self.request.opened
+        opened = self.matched.opened
         self.pipeline.close()
         if not self.pipeline.reader.close(wait_s=min(1.0, opened.world.grace_s)):
             _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
 
 
-def prepare(opened: Opened, request: Request) -> Job:
+def prepare(opened: Opened, request: Request, start: LoadStart | None = None) -> Job:
     """Does everything on all ranks that can fail before data move, and compares the plans.
+
+    Args:
+        opened: The checkpoint.
+        request: The request of this rank.
+        start: The beginning of the load; None for now.
 
     Raises:
         FastloadError: A rank cannot load, or the requests of the ranks do not fit each other.
     """
+    start = start or LoadStart.now(opened)
     found: list[MatchedRequest] = []
     jobs: list[Job] = []
 
     @uncollected
     def make() -> dict[str, Any]:
-        found.append(own := MatchedRequest.of(opened, request))
-        destinations = own.matched.destinations
+        found.append(matched := MatchedRequest.of(opened, request, start))
+        destinations = matched.match.destinations
         if all(one.runs is None for one in destinations) and opened.access.holders is None:
-            jobs.append(_open_common(own))
+            jobs.append(_open_common(matched))
         wanted = [
             one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
             for one in destinations
         ]
         return {
-            "strategy": own.decision.strategy,
-            "backend": own.backend,
-            "detour": own.detour,
+            "strategy": matched.decision.strategy,
+            "backend": matched.backend,
+            "detour": matched.detour,
             "into": "not given" if request.is_same else "given",
             "dtype": str(parse_dtype(request.dtype)),
             "transport": jobs[0].pipeline.transport.name if jobs else "",
-            "names": f"{own.matched.num_tensors} tensors ({_digest(wanted)})",
+            "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
             "plan": jobs[0].pipeline.plan.digest() if jobs else "",
-            "surplus": _digest(own.matched.surplus) if own.matched.surplus else "",
+            "surplus": _digest(matched.match.surplus) if matched.match.surplus else "",
             "offer": jobs[0].pipeline.transport.offer() if jobs else None,
         }
 
@@ -653,19 +679,19 @@ def prepare(opened: Opened, request: Request) -> Job:
     state_copies.wait()
     with _closing_unused(jobs):
         responses = opened.world.agree(what, make)
-        own = found[0]
+        matched = found[0]
         require_same(responses, "into", "dtype")
         if request.is_same:
             require_same(responses, "strategy", "names", "transport", "plan")
         kinds = kinds_of(responses)
-        _raise_unexpected(own, [one["surplus"] for one in kinds])
+        _raise_unexpected(matched, [one["surplus"] for one in kinds])
         if all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour"):
             require_same(responses, "transport", "plan")
             accept_offers(opened.world, what, jobs[0].pipeline.transport, [one["offer"] for one in responses])
             return jobs.pop()
     if not _is_same(kinds, "backend", "detour"):
-        own = own.through_hosts()  # the devices differ between the ranks, and so do their strategies
-    return _prepare_sharded(own)
+        matched = matched.through_hosts()  # the devices differ between the ranks, and so do their strategies
+    return _prepare_sharded(matched)
 
 
 def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
@@ -678,10 +704,10 @@ def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
     Raises:
         FastloadError: No rank can read it.
     """
-    return open_on_all(job.request, lambda: _open_rest(job, unread_from))
+    return open_on_all(job.matched, lambda: _open_rest(job, unread_from))
 
 
-def _raise_unexpected(own: MatchedRequest, digests: Sequence[str]) -> None:
+def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
     """Raises on all ranks if the checkpoint has names that no rank wants and some rank has to.
 
     Raises:
@@ -689,13 +715,13 @@ def _raise_unexpected(own: MatchedRequest, digests: Sequence[str]) -> None:
     """
     if not all(digests):
         return
-    matched, world, manifest = own.matched, own.opened.world, own.opened.access.manifest
+    match, world, manifest = matched.match, matched.opened.world, matched.opened.access.manifest
     if len(set(digests)) == 1:
-        matched.raise_unexpected(manifest.url, matched.surplus)
-    elif unwanted := sorted(_unwanted_by_all(world, manifest, matched.surplus)):
+        match.raise_unexpected(manifest.url, match.surplus)
+    elif unwanted := sorted(_unwanted_by_all(world, manifest, match.surplus)):
         # Together: a rank that leaves takes the bytes along that it has left for the others.
         what = f"preparing to load {manifest.url}"
-        world.agree(what, lambda: matched.raise_unexpected(manifest.url, unwanted))
+        world.agree(what, lambda: match.raise_unexpected(manifest.url, unwanted))
 
 
 def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:
@@ -719,20 +745,20 @@ def _closing_unused(jobs: list[Job]) -> Iterator[None]:
 # All ranks want the same tensors, none in parts
 
 
-def _open_common(own: MatchedRequest) -> Job:
+def _open_common(matched: MatchedRequest) -> Job:
     """Opens a load in which all ranks want the tensors that this one wants.
 
     Raises:
         FastloadError: Options do not fit.
         MemoryError: Staging buffers do not fit into memory.
     """
-    opened, decision = own.opened, own.decision
+    opened, decision = matched.opened, matched.decision
     world, options, access = opened.world, opened.options, opened.access
-    stream_buffer = own.matched.stream_buffer
+    stream_buffer = matched.match.stream_buffer
     is_stream = stream_buffer is not None
-    extents = [destination.extent for destination in own.matched.destinations]
+    extents = [destination.extent for destination in matched.match.destinations]
     staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the stream buffer has the other half
-    between_devices = bool(own.backend) and not decision.alone
+    between_devices = bool(matched.backend) and not decision.alone
     shares_memory = not between_devices and not decision.alone
     plan = plan_transfer(
         [] if stream_buffer is not None and stream_buffer.is_mapped else extents,
@@ -748,14 +774,16 @@ def _open_common(own: MatchedRequest) -> Job:
     )
     if is_stream:
         plan = plan.deeper(staging_bytes)
-    return open_job(own, plan, sum(extent.nbytes for extent in extents))
+    return open_job(matched, plan, sum(extent.nbytes for extent in extents))
 
 
-def open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorWriter | None = None) -> Job:
+def open_job(
+    matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorWriter | None = None
+) -> Job:
     """Opens a load with its plan.
 
     Args:
-        own: The request of this rank.
+        matched: The request of this rank.
         plan: The plan.
         bytes_wanted: Bytes that any rank wants, each counted once.
         writer: Writes the bytes; None for a new one.
@@ -763,25 +791,22 @@ def open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorW
     Raises:
         MemoryError: Staging buffers do not fit into memory.
     """
-    opened, options, access = own.opened, own.opened.options, own.opened.access
+    opened, options, access = matched.opened, matched.opened.options, matched.opened.access
     manifest = access.manifest
     in_parts = not isinstance(plan, TransferPlan)
     reader = ChunkReader(
         access.storage,
         manifest.files,
-        threads=read_threads(
-            options.read_threads,
-            plan,
-            ranks_on_host=opened.ranks_on_host,
-            in_order=access.storage.in_order,
-        ),
+        threads=opened.read_threads(plan),
         verifier=opened.verifier,
         on_damage=refuse,
-        via_cache=own.decision.alone and opened.ranks_on_host > 1,
+        via_cache=matched.decision.alone and opened.ranks_on_host > 1,
         guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
         held=access.held,
     )
-    destinations = writer or own.matched.stream_buffer or TensorWriter(own.matched.destinations, opened.cores)
+    destinations = (
+        writer or matched.match.stream_buffer or TensorWriter(matched.match.destinations, opened.cores)
+    )
     pipeline = open_pipeline(
         opened.world,
         plan,
@@ -790,30 +815,30 @@ def open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorW
         order=ring_order(access.hosts),
         machines=access.machines,
         hosts=access.hosts,
-        device=own.matched.device,
-        backend="" if own.decision.alone else own.backend,
+        device=matched.match.device,
+        backend="" if matched.decision.alone else matched.backend,
         progress=options.progress,
     )
     opened.tracing.follow(pipeline.watches)
-    return Job(own, bytes_wanted, destinations, pipeline)
+    return Job(matched, bytes_wanted, destinations, pipeline)
 
 
 # Ranks want different bytes
 
 
-def _prepare_sharded(own: MatchedRequest) -> Job:
+def _prepare_sharded(matched: MatchedRequest) -> Job:
     """Gathers what each rank wants, and opens the load.
 
     Raises:
         FastloadError: On some rank options do not fit, or it did not respond.
     """
-    opened = own.opened
+    opened = matched.opened
     manifest = opened.access.manifest
     what = f"telling what each rank wants of {manifest.url}"
     wanted: list[RankRequest] = []
 
     def tell() -> bytes:
-        wanted.append(request_of(manifest, own.matched.destinations))
+        wanted.append(request_of(manifest, matched.match.destinations))
         return wanted[0].packed
 
     packed = opened.world.gather_bytes(what, tell)
@@ -821,26 +846,26 @@ def _prepare_sharded(own: MatchedRequest) -> Job:
     def open_it() -> Job:
         requests = RankRequests.unpack(packed)
         # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
-        contiguous = opened.access.is_mounted and not own.decision.alone
+        contiguous = opened.access.is_mounted and not matched.decision.alone
         sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
         bytes_wanted = sharing.union_bytes
-        if own.decision.alone:
+        if matched.decision.alone:
             alone = RankRequests((wanted[0],), ((opened.world.rank,),))
             sharing = SharingGroups(manifest.extents, alone, opened.block_bytes)
         plan = plan_routes(
             sharing,
-            own.decision.readers_for(opened.world.rank),
+            matched.decision.readers_for(opened.world.rank),
             order=ring_order(opened.access.hosts),
             staging_bytes=opened.options.staging_bytes,
             chunk_bytes=opened.options.chunk_bytes,
             holders=opened.access.holders,
         )
-        return open_job(own, plan, bytes_wanted)
+        return open_job(matched, plan, bytes_wanted)
 
-    return open_on_all(own, open_it)
+    return open_on_all(matched, open_it)
 
 
-def open_on_all(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:
+def open_on_all(matched: MatchedRequest, open_it: Callable[[], Job]) -> Job:
     """Opens a load on all ranks, and compares the plans."""
     jobs: list[Job] = []
 
@@ -849,12 +874,12 @@ def open_on_all(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:
         jobs.append(job := open_it())
         plan, transport = job.pipeline.plan, job.pipeline.transport
         return {
-            "plan": plan.digest() if not own.decision.alone else "each its own",
+            "plan": plan.digest() if not matched.decision.alone else "each its matched",
             "transport": transport.name,
             "offer": transport.offer(),
         }
 
-    world, what = own.opened.world, f"planning to load {own.opened.access.manifest.url}"
+    world, what = matched.opened.world, f"planning to load {matched.opened.access.manifest.url}"
     with _closing_unused(jobs):
         responses = world.agree(what, make)
         require_same(responses, "plan", "transport")
@@ -870,7 +895,7 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     if rest is None:
         raise job.pipeline.read_error or Interrupted("no rank is left that can read")
     job.close()
-    opened = job.request.opened
+    opened = job.matched.opened
     progress, placed_bytes = opened.options.progress, job.pipeline.placed_bytes
     if progress is not None:
 
@@ -879,7 +904,7 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
             progress(min(placed_bytes + now, wanted), wanted)
 
         opened = replace(opened, options=replace(opened.options, progress=goes_on))
-    return open_job(replace(job.request, opened=opened), rest, job.bytes_wanted)
+    return open_job(replace(job.matched, opened=opened), rest, job.bytes_wanted)
 
 
 def request_of(manifest: Manifest, destinations: Sequence[Destination]) -> RankRequest:

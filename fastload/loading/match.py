@@ -113,7 +113,7 @@ class LoadRequest:
         return self.into is None
 
     def match(
-        self, manifest: Manifest, rank: int = 0, size: int = 1, group: Sequence[int] | None = None
+        self, manifest: Manifest, rank: int = 0, size: int = 1, members: Sequence[int] | None = None
     ) -> Match:
         """Finds a destination for every wanted tensor.
 
@@ -121,7 +121,7 @@ class LoadRequest:
             manifest: The checkpoint.
             rank: This rank.
             size: Number of ranks.
-            group: Their ranks in torch's default group; None without torch.distributed.
+            members: Their ranks in torch's default group; None without torch.distributed.
 
         Raises:
             MismatchError: Something does not fit; lists everything. Names that are only unexpected are left
@@ -137,7 +137,7 @@ class LoadRequest:
             raise_refused(manifest.url, view.own.refused)
         targets = TargetBuilder(view.manifest, device, dtype)
         if self.into is not None:
-            return _match_into(self, targets, view, selection, dtype, DTensorRanks(group), size)
+            return _match_into(self, targets, view, selection, dtype, DTensorRanks(members), size)
         if selection is not None:
             raise_mismatch(manifest.url, missing=selection.absent)
             return _match_names(selection.chosen, targets, view)
@@ -162,16 +162,16 @@ def _match_names(chosen: Mapping[str, SavedTensor], targets: TargetBuilder, view
     """Matches names: the result is new tensors by name."""
     named = {name: (saved, targets.make(saved, exact=saved.is_complex128)) for name, saved in chosen.items()}
     targets.make_together(view.own.together)
-    built = targets.build()
+    destinations = targets.build()
 
     def finish() -> dict[str, Tensor]:
-        built.copy()
+        targets.copy()
         return {
             name: torch.view_as_complex(tensor) if saved.is_complex128 else tensor
             for name, (saved, tensor) in named.items()
         }
 
-    return Match(built.destinations, targets.device, finish)
+    return Match(destinations, targets.device, finish)
 
 
 def _match_all(targets: TargetBuilder, view: RankView, dtype: torch.dtype | None) -> Match:
@@ -183,15 +183,15 @@ def _match_all(targets: TargetBuilder, view: RankView, dtype: torch.dtype | None
         targets.make_together(view.own.together)
     else:
         targets.make_all()
-    built = targets.build()
+    destinations = targets.build()
 
     def finish() -> Any:
-        built.copy()
+        targets.copy()
         if structure is None:
-            return built.new
-        return decode_state(structure, StateDecoder(built.new, built.exact))
+            return targets.new
+        return decode_state(structure, StateDecoder(targets.new, targets.exact))
 
-    return Match(built.destinations, targets.device, finish, left_out=view.left_out)
+    return Match(destinations, targets.device, finish, left_out=view.left_out)
 
 
 @torch.no_grad()  # else each access to a DTensor turns it off and on
@@ -239,28 +239,28 @@ def _match_into(
         targets.fill(saved, tensor)
         named[saved.own_name] = tensor
     others = targets.make_together(view.own.together)
-    built = targets.build()
-    for name, tensor in chain(built.new.items(), shards.items()):
+    destinations = targets.build()
+    for name, tensor in chain(targets.new.items(), shards.items()):
         if name not in others and name not in view.own.together:
             named.setdefault(name, tensor)
     slots = [(slot, tensor) for tensor, slots in replaced.values() for slot in slots]
 
     def finish() -> dict[str, Tensor]:
-        built.copy()
+        targets.copy()
         for slot, tensor in slots:
             slot.container[slot.key] = tensor
-        restorer.run(built)
+        restorer.run(targets)
         return named
 
     calls = pairs.hold_more_than_tensors or not all(
         isinstance(slot.container, dict | list) for slot, _ in slots
     )
     return Match(
-        built.destinations,
-        device_of(built.destinations, targets.device),
+        destinations,
+        device_of(destinations, targets.device),
         finish,
         calls=calls,
-        is_in_place=not (calls or slots or built.copies or built.dequantizers or built.new),
+        is_in_place=not (calls or slots or targets.copies or targets.dequantizers or targets.new),
         left_out=tuple(pairs.left_out),
         surplus=surplus if request.strict else (),
         advice=advice,
@@ -407,7 +407,7 @@ class BoxRequest:
     is_same: ClassVar[bool] = False
 
     def match(
-        self, manifest: Manifest, rank: int = 0, size: int = 1, group: Sequence[int] | None = None
+        self, manifest: Manifest, rank: int = 0, size: int = 1, members: Sequence[int] | None = None
     ) -> Match:
         """Finds the destinations; see `LoadRequest.match`.
 

@@ -1,25 +1,28 @@
 """Loads of deltas into tensors that hold a base: only the changes are read, and replaced in place.
 
-Each rank hashes the checksum blocks that it has completely, with the changes in place, in memory of its own.
-Where the checksum is that of the result, the tensor held the base. Everything else is loaded like any
-checkpoint, the partial blocks at the ends of shards included. No tensor changes before all ranks have read
-and verified everything.
+Each rank hashes the checksum blocks that it has completely, which shows that they hold the base. One of the
+ranks with the same blocks also hashes each block with the changes in place, in memory of its own. Everything
+else is loaded like any checkpoint, the partial blocks at the ends of shards included. No tensor changes
+before all ranks have read and verified everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
 from fastload.base.threads import Workers
+from fastload.comm.responses import Each
 from fastload.errors import FastloadError
 from fastload.formats.delta import Changes, SegmentTable, bits_of, find_changes, is_own_file
 from fastload.formats.dtypes import torch_spec
@@ -62,7 +65,7 @@ class PatchedRequest:
         """See `Request`."""
         return self.request.is_same
 
-    def match(self, manifest: Manifest, rank: int, size: int, group: Sequence[int] | None) -> Match:
+    def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
         """Returns what is left to load."""
         return self.matched
 
@@ -84,31 +87,42 @@ def patched(
     world, access = opened.world, opened.access
     found: list[tuple[Match, _Candidates]] = []
 
-    def look() -> dict[str, list[int]]:
+    def look() -> dict[str, Any]:
         matched = match()
         found.append((matched, candidates := _Candidates(access.manifest, matched.destinations)))
         levels = [access.manifest, *access.ancestors]
         num_deltas = _num_affordable(opened)
         held = [number for number, level in enumerate(levels[: num_deltas + 1]) if candidates.may_hold(level)]
-        return {"held": held, "has": [len(candidates.regions)]}
+        return {"held": held, "regions": Each([candidates.digest])}
 
     what = f"comparing tensors with {access.manifest.url} and its bases"
     responses = world.agree(what, look)
     matched, candidates = found[0]
     known = set.intersection(*(set(each["held"]) for each in responses))
-    if not known or not any(each["has"][0] for each in responses):
+    digests = responses[0]["regions"][0].by_rank()
+    if not known or not any(digests.values()):
         return PatchedRequest(request, matched)
-    patches = [
-        _read(opened, sessions(number), access.ancestors[number], candidates)
-        for number in reversed(range(min(known)))
-    ]
-    regions: list[_Region] = []
+    peers = [rank for rank, digest in digests.items() if digest == digests[world.rank]]
+    levels, number = [access.manifest, *access.ancestors], min(known)
+    proof = _Proof(candidates)
+    try:
+        if len(peers) > 1 or not number:
+            proof.begin(levels[number])
+        patches = [
+            _read(opened, sessions(delta), levels[delta + 1], candidates) for delta in reversed(range(number))
+        ]
 
-    def verify() -> None:
-        regions.extend(candidates.verified(patches, access.manifest))
+        def verify() -> None:
+            for patch in patches:
+                patch.require_valid()
+            if patches:
+                proof.begin(access.manifest, patches, peers.index(world.rank), len(peers))
+            proof.await_all()
 
-    world.settle(f"verifying the result of {access.manifest.url}", verify)
-    return PatchedRequest(request, _without(matched, regions, patches))
+        world.settle(f"verifying the result of {access.manifest.url}", verify)
+    finally:
+        proof.close()
+    return PatchedRequest(request, _without(matched, proof.held, patches))
 
 
 def _num_affordable(opened: Opened) -> int:
@@ -167,11 +181,11 @@ class _Checksums:
             self._firsts[entry.name] = entry.file, counts[entry.file]
             counts[entry.file] += num_blocks(entry.nbytes, manifest.block_bytes)
 
-    def get(self, name: str, number: int) -> bytes:
-        """Returns the checksum of a block of a tensor."""
-        file, first = self._firsts[name]
-        begin = (first + number) * CHECKSUM_BYTES
-        return self._files[file].checksums[begin : begin + CHECKSUM_BYTES]
+    def get(self, name: str, first: int, last: int) -> bytes:
+        """Returns the checksums of some blocks of a tensor, joined."""
+        file, begin = self._firsts[name]
+        within = slice((begin + first) * CHECKSUM_BYTES, (begin + last) * CHECKSUM_BYTES)
+        return self._files[file].checksums[within]
 
 
 class _Candidates:
@@ -183,10 +197,11 @@ class _Candidates:
 
     Attributes:
         regions: The blocks.
+        block_bytes: Length of a block.
     """
 
     def __init__(self, manifest: Manifest, destinations: Sequence[Destination]) -> None:
-        self._block_bytes = length = manifest.block_bytes
+        self.block_bytes = length = manifest.block_bytes
         self.regions: list[_Region] = []
         for one in destinations:
             runs = one.runs or Runs(0, one.entry.nbytes, ())
@@ -199,51 +214,91 @@ class _Candidates:
             if begin < end:
                 self.regions.append(_Region(one, begin, end, begin - runs.start))
 
+    @property
+    def digest(self) -> int:
+        """A digest of what the regions are of; 0 without any."""
+        ranges = [(region.entry.name, region.begin, region.end) for region in self.regions]
+        return xxhash.xxh3_64_intdigest(repr(ranges).encode()) if ranges else 0
+
     def may_hold(self, manifest: Manifest) -> bool:
         """Whether some blocks, spread over all, are those of a checkpoint."""
-        if manifest.block_bytes != self._block_bytes:
+        if manifest.block_bytes != self.block_bytes:
             return False
         sums, step = _Checksums(manifest), max(1, len(self.regions) // _NUM_SAMPLES)
-        for region in self.regions[::step]:
-            end = min(region.begin + self._block_bytes, region.end)
-            found = checksum(host_view(region.bytes(region.begin, end).cpu()))
-            if found != sums.get(region.entry.name, region.begin // self._block_bytes):
-                return False
-        return True
+        return all(
+            self.holds(region, region.begin, min(region.begin + self.block_bytes, region.end), sums)
+            for region in self.regions[::step]
+        )
 
-    def verified(self, patches: Sequence[_Patch], manifest: Manifest) -> list[_Region]:
-        """Returns the regions that will be those of the result once they are patched."""
-        sums, wrong = _Checksums(manifest), set[int]()
-        step = max(1, _COMPARED_BYTES // self._block_bytes) * self._block_bytes
+    def holds(
+        self, region: _Region, begin: int, end: int, sums: _Checksums, patches: Sequence[_Patch] = ()
+    ) -> bool:
+        """Whether blocks are those of a checkpoint, once they are patched, in memory of their own."""
+        data, name, length = region.bytes(begin, end), region.entry.name, self.block_bytes
+        if patches or not data.is_cpu:
+            data = data.clone() if data.is_cpu else data.cpu()
+        for patch in patches:
+            patch.apply(name, begin, end, data)
+        view = host_view(data)
+        found = b"".join(checksum(view[at : at + length]) for at in range(0, len(view), length))
+        return found == sums.get(name, begin // length, num_blocks(end, length))
+
+
+class _Proof:
+    """Compares regions with checkpoints, in threads.
+
+    Args:
+        candidates: The regions.
+    """
+
+    def __init__(self, candidates: _Candidates) -> None:
+        self._candidates = candidates
+        self._workers = Workers(_NUM_THREADS, "fastload-patch")
+        self._begun: list[Future[None]] = []
+        self._wrong: set[int] = set()
+        self._is_closed = False
+
+    def begin(
+        self, manifest: Manifest, patches: Sequence[_Patch] = (), share: int = 0, num_shares: int = 1
+    ) -> None:
+        """Begins to compare one of some equal shares of the regions with a checkpoint.
+
+        Args:
+            manifest: The checkpoint.
+            patches: Changes that make the regions those of the checkpoint.
+            share: Number of the share.
+            num_shares: Number of shares.
+        """
+        sums, regions, length = _Checksums(manifest), self._candidates.regions, self._candidates.block_bytes
+        step = max(1, _COMPARED_BYTES // length) * length
 
         def compare(number: int, begin: int, end: int) -> None:
-            region = self.regions[number]
-            data, name = region.bytes(begin, end), region.entry.name
-            touching = [patch for patch in patches if patch.touches(name, begin, end)]
-            if touching or not data.is_cpu:
-                data = data.clone() if data.is_cpu else data.cpu()
-            for patch in touching:
-                patch.apply(name, begin, end, data)
-            view = host_view(data)
-            for at in range(0, end - begin, self._block_bytes):
-                block = view[at : at + self._block_bytes]
-                if checksum(block) != sums.get(name, (begin + at) // self._block_bytes):
-                    wrong.add(number)
-                    return
+            if self._is_closed or number in self._wrong:
+                return
+            if not self._candidates.holds(regions[number], begin, end, sums, patches):
+                self._wrong.add(number)
 
-        workers = Workers(_NUM_THREADS, "fastload-patch")
-        try:
-            begun = [
-                workers.submit(partial(compare, number, begin, min(begin + step, region.end)))
-                for number, region in enumerate(self.regions)
-                for begin in range(region.begin, region.end, step)
-            ]
-            wait_for(begun)
-            for each in begun:
-                each.result()
-        finally:
-            workers.close(wait_s=0.0)
-        return [region for number, region in enumerate(self.regions) if number not in wrong]
+        units = [
+            (number, begin, min(begin + step, region.end))
+            for number, region in enumerate(regions)
+            for begin in range(region.begin, region.end, step)
+        ]
+        self._begun += [self._workers.submit(partial(compare, *each)) for each in units[share::num_shares]]
+
+    def await_all(self) -> None:
+        """Waits until all is compared."""
+        for each in self._begun:
+            each.result()
+
+    @property
+    def held(self) -> list[_Region]:
+        """The regions without a difference."""
+        return [one for number, one in enumerate(self._candidates.regions) if number not in self._wrong]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._is_closed = True
+        self._workers.close(wait_s=0.0)
 
 
 class _Part(NamedTuple):
@@ -276,11 +331,14 @@ class _Patch:
         self._url = url
         self._parts = parts
 
-    def touches(self, name: str, begin: int, end: int) -> bool:
-        """Whether elements in a byte range of a tensor change."""
-        return any(
-            first < last for first, last in (_values(*each) for each in self._within(name, begin, end))
-        )
+    def require_valid(self) -> None:
+        """Requires that the indices are within their segments.
+
+        Raises:
+            ManifestError: They are not.
+        """
+        for part in chain.from_iterable(self._parts.values()):
+            part.table.require_ascending(part.segments, part.indices, self._url)
 
     def _within(self, name: str, begin: int, end: int) -> Iterator[tuple[_Part, range]]:
         for part in self._parts.get(name, ()):
@@ -314,7 +372,7 @@ class _Patch:
                     int(table.index_starts[segments.start]) - start : int(table.index_starts[segments.stop])
                     - start
                 ]
-                positions = table.positions(segments, indices, self._url) - begin // size
+                positions = table.positions(segments, indices).sub_(begin // size)
                 values = part.values[first:last]
                 elements.scatter_(0, positions.to(data.device), values.to(data.device))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view
 from fastload.comm.world import World
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.pipeline import read_threads
 from fastload.transfer.plan import Chunk, plan_transfer
 from fastload.transfer.read import ChunkReader, Guards, HeldBytes, refuse
 from fastload.transfer.routed_plan import HeldRange, Holders
@@ -109,12 +108,7 @@ class Prefetch(BackgroundReads):
         reader = ChunkReader(
             access.storage,
             access.manifest.files,
-            threads=read_threads(
-                options.read_threads,
-                plan,
-                ranks_on_host=opened.ranks_on_host,
-                in_order=access.storage.in_order,
-            ),
+            threads=opened.read_threads(plan),
             verifier=opened.verifier,
             on_damage=refuse,
             guards=Guards(access.manifest, in_parts=True) if access.manifest.guards else None,

@@ -43,6 +43,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _EXPONENT_BIAS = 127
 _CHUNK_ELEMENTS = 1 << 17  # on CPUs: few calls, yet in the cache
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
+_TRANSPOSED_COLUMNS = 256  # at once: some cache lines of elements, and rows enough for some of the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,11 @@ class QuantizedWeight(TensorEntry):
     block: tuple[int, int]
     is_packed: bool = False
     is_transposed: bool = False
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether it has 4-bit elements whose scales are powers of two, of one byte."""
+        return self.is_packed and self.factor is None
 
 
 @dataclass(frozen=True)
@@ -353,29 +359,53 @@ class Dequantizer:
             scales = self._scales()
             for index in product(*map(range, self._tensor.shape[:-2])):
                 target, values = self._tensor[index], self.parts[0].memory[index].flatten(1)
-                if self._weight.is_transposed:  # columns are written, over any element of the slice
-                    target, values = target.t(), values.clone()
-                self._dequantize(values, scales[index] if scales.dim() > 2 else scales, target)
+                blocks = scales[index] if scales.dim() > 2 else scales
+                if self._weight.is_transposed:
+                    self._transpose(values.clone(), blocks, target.t())  # written over any element
+                else:
+                    self._dequantize(values, blocks, target, self._skipped)
+
+    def _transpose(self, values: Tensor, scales: Tensor, target: Tensor) -> None:
+        """Dequantises a few columns of all rows at a time, so that writes to the target are long."""
+        columns_of_block, end = self._weight.block[1], 0
+        step = max(1, _TRANSPOSED_COLUMNS // columns_of_block)
+        for first in range(0, scales.shape[1], step):
+            begin, end = end, min(target.shape[1], (first + step) * columns_of_block - self._skipped)
+            part = values[:, first * columns_of_block // 2 : (first + step) * columns_of_block // 2]
+            skipped = 0 if first else self._skipped
+            self._dequantize(part, scales[:, first : first + step], target[:, begin:end], skipped)
 
     def _scales(self) -> Tensor:
-        """Returns the scales of the blocks in the dtype of the arithmetic, by row and column of the block."""
-        weight, scale = self._weight, self.parts[1].memory
-        if scale.dtype == torch.uint8:
-            # Of 4-bit elements half of it, since the largest is out of range; they are doubled.
-            scale = torch.pow(2.0, scale.to(torch.int32) - _EXPONENT_BIAS - int(weight.is_packed))
-        elif weight.factor is not None:
-            factor = self.parts[2].memory
-            is_inverse = weight.factor.name.endswith("_global_scale")
-            scale = scale.to(torch.bfloat16) / factor if is_inverse else scale.float() * factor.float()
-        scale = scale.float()
+        """Returns the scales of the blocks as the decoder takes them, by row and column of the block."""
+        stored = self.parts[1].memory
+        if self._weight.is_mxfp4:
+            scale = stored.to(torch.int32).mul_(256)
+        elif stored.element_size() > 1:
+            scale = stored.float()
+        else:  # all 256 scales are computed: a lookup is faster than the conversions of torch
+            every = self._every_scale(torch.arange(256, dtype=torch.uint8, device=stored.device))
+            codes = stored.view(torch.uint8).to(torch.int32).view(-1)
+            scale = torch.index_select(every, 0, codes).view(stored.shape)
         if scale.numel() == 1:
             return scale.view(1, 1)
         return scale.unsqueeze(1) if scale.dim() == 1 else scale
 
-    def _dequantize(self, values: Tensor, scales: Tensor, target: Tensor) -> None:
+    def _every_scale(self, codes: Tensor) -> Tensor:
+        """Returns the scales of one byte in float32."""
+        weight, dtype = self._weight, self.parts[1].memory.dtype
+        if dtype == torch.uint8:
+            return torch.pow(2.0, codes.to(torch.int32) - _EXPONENT_BIAS).float()
+        scale = codes.view(dtype)
+        if weight.factor is None:
+            return scale.float()
+        factor = self.parts[2].memory.view(-1)
+        is_inverse = weight.factor.name.endswith("_global_scale")
+        return (scale.to(torch.bfloat16) / factor if is_inverse else scale.float() * factor.float()).float()
+
+    def _dequantize(self, values: Tensor, scales: Tensor, target: Tensor, skipped: int) -> None:
         """Dequantises rows of elements in chunks, each within one row of blocks."""
         (rows_of_block, columns_of_block), (num_rows, num_columns) = self._weight.block, target.shape
-        needed = slice(self._skipped, self._skipped + num_columns)
+        needed = slice(skipped, skipped + num_columns)
         is_packed = self._weight.is_packed
         step, end = _rows_at_once(target), 0
         decoder = _ElementDecoder(values, step, self._weight)
@@ -395,14 +425,13 @@ class Dequantizer:
                     scale, last_block = by_column(scales[[block - self._row // rows_of_block]]), block
             else:
                 scale = by_column(scales[begin:end])
-            rows = decoder.decode(begin, end)
+            rows = decoder.decode(begin, end, scale)
             if is_packed:
-                rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))
                 rows = rows[:, needed]
-            else:
-                rows.mul_(scale)
             rows = rows if self._dtype is None else rows.to(self._dtype)
-            target[begin:end].copy_(rows.to(target.dtype) if self._weight.is_transposed else rows)
+            if self._weight.is_transposed:  # torch has a fast way for complete tensors of one dtype
+                rows = rows.to(target.dtype).t().contiguous().t()
+            target[begin:end].copy_(rows)
 
 
 def _rows_at_once(target: Tensor) -> int:
@@ -413,23 +442,26 @@ def _rows_at_once(target: Tensor) -> int:
 
 
 class _ElementDecoder:
-    """Decodes FP8 and packed FP4 to float32 by table, one or two bytes at once, reusing its memory.
+    """Dequantises FP8 and packed FP4 by table, one or two bytes at once, reusing its memory.
+
+    The result is float32; of MXFP4 bfloat16, since its table has the products with all scales.
 
     Args:
-        values: All rows; contiguous.
+        values: All rows; contiguous if they are not packed.
         step: The most rows that are decoded at once.
         weight: The weight.
     """
 
     def __init__(self, values: Tensor, step: int, weight: QuantizedWeight) -> None:
         (_, num_columns), device, is_packed = values.shape, values.device, weight.is_packed
-        self._values, self._table = values, None
-        self._rows = allocate((step, num_columns * (1 + is_packed)), torch.float32, device)
+        self._values, self._table, self._weight = values, None, weight
+        dtype = torch.bfloat16 if weight.is_mxfp4 else torch.float32
+        self._rows = allocate((step, num_columns * (1 + is_packed)), dtype, device)
         if device.type != "cpu" and not is_packed:
             return
         width = 1
         if is_packed:
-            self._table = _fp4_table(device, 2.0 if weight.factor is None else 1.0)
+            self._table = _mxfp4_table(device) if weight.is_mxfp4 else _fp4_table(device)
         elif num_columns % 2 or values.storage_offset() % 2:
             self._table = _fp8_table(values.dtype, 1)
         else:
@@ -437,13 +469,20 @@ class _ElementDecoder:
         self._values = values.view(torch.uint8 if width == 1 else torch.uint16)
         self._codes = allocate((step, num_columns // width), torch.int32, device)
 
-    def decode(self, begin: int, end: int) -> Tensor:
+    def decode(self, begin: int, end: int, scale: Tensor) -> Tensor:
         """Returns the elements of rows; they are overwritten by the next call."""
         values, rows = self._values[begin:end], self._rows[: end - begin]
+        columns_of_block = self._weight.block[1]
         if self._table is None:
-            return rows.copy_(values)
+            return rows.copy_(values).mul_(scale)
         codes = self._codes[: end - begin].copy_(values)
+        if self._weight.is_mxfp4:
+            codes.unflatten(1, (-1, columns_of_block // 2)).add_(scale.unsqueeze(-1))
         torch.index_select(self._table, 0, codes.view(-1), out=rows.view(self._table.dtype).view(-1))
+        if not self._weight.is_packed:
+            rows.mul_(scale)
+        elif not self._weight.is_mxfp4:
+            rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))
         return rows
 
 
@@ -454,9 +493,19 @@ def _fp8_table(dtype: torch.dtype, num_codes: int) -> Tensor:
     return every if num_codes == 1 else _pairs(every)
 
 
-def _fp4_table(device: torch.device, factor: float) -> Tensor:
+def _fp4_table(device: torch.device) -> Tensor:
     """Returns, for each byte of two 4-bit elements, both as float32, in one int64; the lower bits first."""
-    return _pairs(torch.tensor(_FP4, dtype=torch.float32, device=device) * factor)
+    return _pairs(torch.tensor(_FP4, dtype=torch.float32, device=device))
+
+
+@cache
+def _mxfp4_table(device: torch.device) -> Tensor:
+    """Returns, for each scale and each byte, the products with both elements as bfloat16, in one int32."""
+    # Twice the elements and half of the scales, since the largest is out of range.
+    scales = torch.pow(2.0, torch.arange(256, dtype=torch.int32, device=device) - _EXPONENT_BIAS - 1)
+    elements = torch.tensor(_FP4, dtype=torch.float32, device=device) * 2
+    products = _pairs(elements).view(torch.float32) * scales.float().unsqueeze(1)
+    return products.to(torch.bfloat16).view(torch.int32).flatten()
 
 
 def _pairs(every: Tensor) -> Tensor:

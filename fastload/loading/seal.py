@@ -21,7 +21,7 @@ from fastload.loading.access import open_access
 from fastload.loading.load import Session
 from fastload.loading.sha256 import compare_sha_256
 from fastload.loading.verify import CompleteRead, team_of
-from fastload.options import LoadOptions
+from fastload.options import LoadOptions, Patience
 from fastload.report import VerifyReport
 from fastload.storage import Location, Storage, put_next_to
 from fastload.transfer.read import ChecksumCollector, Damage
@@ -51,8 +51,8 @@ def seal(
 
             def write() -> None:
                 if world.rank in texts:
-                    patience: dict[str, Any] = {"timeout_s": world.patience_s, "retries": options.retries}
-                    put_next_to(location, SEAL_NAME, texts[world.rank], storage_options, **patience)
+                    patience = Patience(options.retries, world.patience_s)
+                    put_next_to(location, SEAL_NAME, texts[world.rank], storage_options, patience=patience)
 
             world.agree(f"writing {location}/{SEAL_NAME}", write)
             world.acknowledge()

@@ -97,7 +97,7 @@ class StreamRequest:
     dtype: None = None
     is_same: bool = True
 
-    def match(self, manifest: Manifest, rank: int, size: int, group: Sequence[int] | None) -> Match:
+    def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
         """Selects the tensors, without memory for them.
 
         Raises:
@@ -184,11 +184,11 @@ class StreamTransfer:
     """
 
     def __init__(self, session: Session, job: Job) -> None:
-        assert job.request.matched.stream_buffer is not None, "made for a stream"
+        assert job.matched.match.stream_buffer is not None, "made for a stream"
         self._session = session
-        self._world = job.request.opened.world
+        self._world = job.matched.opened.world
         self._job = job
-        self._stream_buffer: StreamBuffer = job.request.matched.stream_buffer
+        self._stream_buffer: StreamBuffer = job.matched.match.stream_buffer
         self._tensors = self._hand_out()
         self._departure = Departure(self._world, ahead=job.pipeline.plan.depth)
         self._rest: Task | None = None
@@ -240,7 +240,7 @@ class StreamTransfer:
                     errors.append(error)
                 if self._cause is not None:
                     errors.insert(0, self._cause)
-                self._session.settle(self._job, errors)
+                self._session.run(self._job, errors)
         finally:
             self._is_over = True
             self._stream_buffer.close()
@@ -248,12 +248,12 @@ class StreamTransfer:
     def _ends_before(self, number: int) -> bool:
         if self._rest is None:
             return False
-        return self._job.request.decision.alone or self._departure.ends_before(number)
+        return self._job.matched.decision.alone or self._departure.ends_before(number)
 
     def _finish(self) -> None:
         """Runs the rest of the transfer for the other ranks, which learn of its errors."""
         try:
-            if not self._job.request.decision.alone:
+            if not self._job.matched.decision.alone:
                 self._departure.leave(self._job.pipeline.num_posted)
             for _ in self._tensors:
                 pass

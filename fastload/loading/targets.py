@@ -99,11 +99,18 @@ class DestinationBuilder:
         return self._destinations
 
     def copy(self) -> None:
-        """Dequantises weights, and copies elements that are stored once and expanded."""
+        """Dequantises weights, and copies what is stored once and wanted more than once."""
         for dequantizer in self.dequantizers:
             dequantizer.finish()
         for target, source in self.copies:
-            target.copy_(source)
+            target = target.detach()
+            if target.is_complex() and not source.is_complex():
+                source = torch.view_as_complex(source)
+            is_identical = target.dtype == source.dtype and target.shape == source.shape
+            if is_identical and _is_plain(target) and _is_plain(source):
+                byte_view(target).copy_(byte_view(source))
+            else:
+                target.copy_(source)
 
 
 _SMALL_BYTES = 16 << 10  # copied faster by memmove than by torch
@@ -306,41 +313,8 @@ def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:
         position += run.numel()
 
 
-@dataclass(frozen=True)
-class LoadTargets:
-    """The tensors that a load fills.
-
-    Attributes:
-        destinations: In the order of `Manifest.extents`.
-        copies: Pairs of a tensor and the one to copy it from after the load.
-        dequantizers: Called before.
-        new: New tensors, by stored name.
-        exact: New tensors with their stored dtype, even where others are cast, by stored name.
-    """
-
-    destinations: list[Destination]
-    copies: list[tuple[Tensor, Tensor]]
-    dequantizers: list[Dequantizer]
-    new: dict[str, Tensor]
-    exact: dict[str, Tensor]
-
-    def copy(self) -> None:
-        """Dequantises weights, and copies tensors that are wanted more than once."""
-        for dequantizer in self.dequantizers:
-            dequantizer.finish()
-        for target, source in self.copies:
-            target = target.detach()
-            if target.is_complex() and not source.is_complex():
-                source = torch.view_as_complex(source)
-            is_identical = target.dtype == source.dtype and target.shape == source.shape
-            if is_identical and _is_plain(target) and _is_plain(source):
-                byte_view(target).copy_(byte_view(source))
-            else:
-                target.copy_(source)
-
-
-class TargetBuilder:
-    """Collects the tensors that a load fills.
+class TargetBuilder(DestinationBuilder):
+    """Collects the tensors that a load fills, existing and new ones, and makes their destinations.
 
     Args:
         manifest: The checkpoint.
@@ -349,11 +323,15 @@ class TargetBuilder:
 
     Attributes:
         device: As given.
+        new: New tensors, by stored name; from `build` on.
+        exact: New tensors with their stored dtype, even where others are cast, by stored name; likewise.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device, dtype: torch.dtype | None) -> None:
-        self._manifest = manifest
+        super().__init__(manifest)
         self.device = device
+        self.new: dict[str, Tensor] = {}
+        self.exact: dict[str, Tensor] = {}
         self._dtype = dtype
         self._complete: dict[str, list[Tensor]] = {}
         self._boxes: dict[str, dict[Box, list[Tensor]]] = {}
@@ -433,12 +411,9 @@ class TargetBuilder:
             self._complete.setdefault(entry.name, []).append(tensor)
         return tensor
 
-    def build(self) -> LoadTargets:
-        """Returns the targets. Tensors that are wanted more than once have one destination, and copies."""
-        builder = DestinationBuilder(self._manifest)
+    def build(self) -> list[Destination]:
+        """As `DestinationBuilder.build`. Tensors that are wanted twice have one destination, and a copy."""
         copies: list[tuple[Tensor, Tensor]] = []
-        new: dict[str, Tensor] = {}
-        exact: dict[str, Tensor] = {}
         for entry in self._manifest.tensors:
             wanted = self._wanted_of(entry.name)
             if not wanted:
@@ -450,16 +425,16 @@ class TargetBuilder:
                 if len(places) > 1:
                     first = next((place for place in places if place.dtype == stored), first)
                     copies += [(place, first) for place in places if place is not first]
-                builder.add(entry, stored, first, box)
+                self.add(entry, stored, first, box)
             if not self._new:
                 continue
             cast = self._new.get((entry.name, target_dtype(stored, self._dtype)))
             if cast is not None:
-                new[entry.name] = cast
+                self.new[entry.name] = cast
             if (entry.name, stored) in self._new:
-                exact[entry.name] = self._new[entry.name, stored]
-        copies = [*builder.copies, *copies, *self._later]
-        return LoadTargets(builder.build(), copies, builder.dequantizers, new, exact)
+                self.exact[entry.name] = self._new[entry.name, stored]
+        self.copies += [*copies, *self._later]
+        return super().build()
 
     def _wanted_of(self, name: str) -> list[tuple[Box | None, list[Tensor]]]:
         """Returns the tensors for a stored one, by box; the box of complete ones is None."""

@@ -18,7 +18,7 @@ from fastload.loading.access import Access
 from fastload.loading.load import Session
 from fastload.loading.targets import TensorWriter
 from fastload.report import RankReport, VerifyReport
-from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
+from fastload.transfer.pipeline import Pipeline, open_pipeline
 from fastload.transfer.plan import plan_transfer
 from fastload.transfer.read import ChecksumCollector, ChunkReader, Damage, Verifier
 
@@ -73,12 +73,7 @@ class CompleteRead:
         self.reader = ChunkReader(
             access.storage,
             access.manifest.files,
-            threads=read_threads(
-                options.read_threads,
-                self._plan,
-                ranks_on_host=opened.ranks_on_host,
-                in_order=access.storage.in_order,
-            ),
+            threads=opened.read_threads(self._plan),
             verifier=verifier,
             on_damage=on_damage,
         )

@@ -23,13 +23,12 @@ from fastload.errors import (
 )
 from fastload.formats.manifest import Manifest
 from fastload.formats.open import read_manifest
-from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.record import checksum
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.ranges import Space
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
-from fastload.options import LoadOptions
+from fastload.options import LoadOptions, Patience
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.memory_folder import JobFolder
@@ -198,7 +197,7 @@ def _open(
             lambda: read_table(access.storage, found)[0],
         )
         table = ShareTable.parse(packed, found.table, manifest.url)
-        holders = _holders(manifest, _blocks(manifest), table, found, access.readers, damage)
+        holders = _holders(manifest, table, found, access.readers, damage)
         if lacking := holders.lacking(manifest.extents):
             raise IncompleteCheckpoint(
                 f"{lacking} bytes of step {found.step} are missing or damaged on all hosts"
@@ -213,7 +212,7 @@ def _open(
 def connect(path: str, world: World, options: LoadOptions) -> PatientStorage:
     """Opens a host's part of a checkpoint."""
     storage = LocalStorage(path, options.io)
-    return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
+    return PatientStorage(storage, Patience(options.retries, world.patience_s / 2))
 
 
 def read_table(storage: PatientStorage, found: InMemoryCheckpoint) -> tuple[bytes, ShareTable]:
@@ -238,13 +237,8 @@ def read_file(storage: PatientStorage, name: str) -> bytes:
     return storage.read_all(name, stat)
 
 
-def _blocks(manifest: Manifest) -> Blocks:
-    return Blocks(Space([entry for entry in manifest.extents if entry.nbytes]), manifest.block_bytes)
-
-
 def _holders(
     manifest: Manifest,
-    blocks: Blocks,
     table: ShareTable,
     found: InMemoryCheckpoint,
     readers: Sequence[int],
@@ -258,7 +252,7 @@ def _holders(
         for name, ranges in files.items() if ranks else ():
             if name in numbers:
                 for begin, end in ranges:
-                    held += _complete_blocks(blocks, HeldRange(numbers[name], begin, end, ranks))
+                    held += _complete_blocks(manifest.blocks, HeldRange(numbers[name], begin, end, ranks))
     for name in table.whole:
         if name in numbers:
             number = numbers[name]
@@ -352,17 +346,14 @@ def _damaged(
     manifest = read_manifest(storage)
     _, table = read_table(storage, found)
     own = {world.rank: found.holders[world.rank]}
-    blocks = _blocks(manifest)
-    holders = _holders(manifest, blocks, table, replace(found, holders=own), (world.rank,), {})
-    firsts = [blocks.firsts[blocks.space.find(file, -1) + 1] for file in range(len(manifest.files))]
+    holders = _holders(manifest, table, replace(found, holders=own), (world.rank,), {})
     memory = allocate_staging(max(manifest.block_bytes, _MIN_BUFFER_BYTES), pinned=False)
     for held in holders.ranges[part::num_parts]:
         file = manifest.files[held.file]
-        for _, block in blocks.between(held.file, held.begin, held.end):
+        for _, block in manifest.blocks.between(held.file, held.begin, held.end):
             data = host_view(memory[: block.nbytes])
             storage.read_into(file.name, block.offset, [data], file.version)
-            at = (block.number - firsts[held.file]) * CHECKSUM_BYTES
-            if checksum(data) != file.checksums[at : at + CHECKSUM_BYTES]:
+            if checksum(data) != manifest.recorded(block)[1]:
                 yield held.file, block.offset, block.offset + block.nbytes
         world.note_progress()
         world.peer_failed()  # also shows the progress to the others

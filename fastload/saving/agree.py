@@ -176,5 +176,5 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     shard_map = ShardMap(layout, world.size, boxes_by_rank([unpack_boxes(each) for each in packed]))
     if missing := shard_map.missing():
         refuse_merge("the ranks together do not have the whole state", missing)
-    content = StateContent(merged.structure, layout.digest(), merged.specs, {})
+    content = StateContent(merged.structure, layout.digest, merged.specs, {})
     return replace(state, content=content, layout=layout, reader=reader.with_layout(layout)), shard_map

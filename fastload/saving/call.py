@@ -14,7 +14,7 @@ from fastload.comm.traces import Tracing
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.names import MODEL_STEM, NAMES
-from fastload.options import SAVE_SETTINGS, SaveOptions
+from fastload.options import Patience, SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import BufferPool, buffer_pool
@@ -24,12 +24,10 @@ from fastload.storage import (
     Target,
     locate,
     name_of,
-    open_storage,
+    open_patiently,
     open_target,
 )
 from fastload.storage.base import Names
-
-_MAX_ATTEMPT_S = 30.0  # a request that takes longer has stalled
 
 
 @dataclass(frozen=True)
@@ -76,29 +74,22 @@ class SaveCall:
         """Name of the save, for messages."""
         return f"saving to {self.location}"
 
+    @property
+    def _patience(self) -> Patience:
+        return Patience(self.options.retries, self.world.patience_s / 2)
+
     def open_target(self) -> Target:
         """Opens write access, without a request to storage.
 
         Raises:
             OptionError: The URL cannot be written to, or what it needs is not installed.
         """
-        options, patience_s = self.options, self.world.patience_s
-        return open_target(
-            self.location,
-            self.names,
-            self.storage_options,
-            io=options.io,
-            timeout_s=patience_s / 2,
-            attempt_s=min(_MAX_ATTEMPT_S, patience_s / 6),
-            retries=options.retries,
-        )
+        io, patience = self.options.io, self._patience
+        return open_target(self.location, self.names, self.storage_options, io=io, patience=patience)
 
     def open_storage(self, location: Location) -> PatientStorage:
         """Opens read access to another checkpoint, without a request to storage."""
-        options, patience_s = self.options, self.world.patience_s
-        attempt_s = min(_MAX_ATTEMPT_S, patience_s / 6)
-        storage = open_storage(location, NAMES, self.storage_options, attempt_s=attempt_s)
-        return PatientStorage(storage, retries=options.retries, timeout_s=patience_s / 2)
+        return open_patiently(location, NAMES, self.storage_options, patience=self._patience)
 
     def tell(self, report: SaveReport) -> None:
         """Calls `on_report`."""
@@ -126,19 +117,14 @@ def make_call(
     """
     began = time.perf_counter()
 
-    def ready() -> tuple[Location, dict[str, str], SaveOptions]:
-        location, chosen = locate(path), options if options is not None else SaveOptions()
+    def ready(chosen: SaveOptions) -> tuple[Location, dict[str, str]]:
+        location = locate(path)
         if chosen.base is not None:
             base_name(locate(chosen.base), location)
-        return location, dict(metadata or {}), chosen
+        return location, dict(metadata or {})
 
-    world, (location, texts, chosen) = meet(
-        process_group,
-        f"saving to {name_of(path)}",
-        ready,
-        timeout_s=lambda ready: ready[2].timeout_s,
-        default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
-    )
+    what = f"saving to {name_of(path)}"
+    world, chosen, (location, texts) = meet(process_group, what, options, SaveOptions, ready)
     if find_base is None and chosen.base is not None:
         find_base = partial(locate, chosen.base)
     return SaveCall(

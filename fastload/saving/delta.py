@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -187,28 +188,24 @@ def _why_complete(call: SaveCall, base: Base, layout: Layout) -> str:
     return "" if files == own else "its base has other tensors, or other files"
 
 
-class _FoundBlock(NamedTuple):
-    """A block of the result.
+class _FoundBlocks(NamedTuple):
+    """Adjacent blocks of a tensor of the result.
 
     Attributes:
-        digest: Its checksum.
-        pieces: The changes of its pieces; None for those without any.
+        numbers: Their numbers.
+        digests: Their checksums.
+        sizes: The values and the indices of each.
+        changes: Their changes; None without any.
     """
 
-    digest: bytes
-    pieces: Sequence[PieceChanges | None]
-
-    @property
-    def num_values(self) -> int:
-        return sum(len(piece.values) for piece in self.pieces if piece is not None)
-
-    @property
-    def num_indices(self) -> int:
-        return sum(len(piece.indices) for piece in self.pieces if piece is not None)
+    numbers: range
+    digests: Sequence[bytes]
+    sizes: Sequence[tuple[int, int]]
+    changes: PieceChanges | None
 
 
-def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base) -> dict[int, _FoundBlock]:
-    """Returns the blocks of this rank's share by number, once all ranks have compared theirs."""
+def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base) -> dict[int, _FoundBlocks]:
+    """Returns the blocks of this rank's share by the first number, once all ranks have compared theirs."""
     world = call.world
     wire = connect(call, plan)
     assembler = PartAssembler(world, plan, snapshot, wire)
@@ -254,11 +251,11 @@ class _Comparer:
         base: The base.
 
     Attributes:
-        found: The blocks by number.
+        found: The blocks by the first number.
     """
 
     def __init__(self, call: SaveCall, plan: SavePlan, base: Base) -> None:
-        self.found: dict[int, _FoundBlock] = {}
+        self.found: dict[int, _FoundBlocks] = {}
         self._world = call.world
         self._layout = plan.state.layout
         self._base = base
@@ -299,12 +296,13 @@ class _Comparer:
         """Ends the threads; returns whether all calls have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
-    def _cut(self, part: FileRange, tensors: Mapping[int, memoryview]) -> list[tuple[Block, memoryview]]:
+    def _cut(self, part: FileRange, tensors: Mapping[int, memoryview]) -> list[_Run]:
         """Returns the blocks that begin in a part."""
         found = []
-        for number, block in self._layout.blocks.between(*part):
-            begin = block.offset - self._layout.space.ranges[number].offset
-            found.append((block, tensors[number][begin : begin + block.nbytes]))
+        for number, group in groupby(self._layout.blocks.between(*part), key=itemgetter(0)):
+            blocks = [block for _, block in group]
+            begin = blocks[0].offset - self._layout.space.ranges[number].offset
+            found.append(_Run(blocks, tensors[number][begin : begin + _length(blocks)]))
         return found
 
     def _await(self, work: Future[None]) -> None:
@@ -318,9 +316,9 @@ class _Comparer:
             f"storage did not answer within {self._world.patience_s:.1f} s", url=self._base.manifest.url
         )
 
-    def _compare(self, blocks: Sequence[tuple[Block, memoryview]]) -> None:
+    def _compare(self, runs: Sequence[_Run]) -> None:
         """Compares adjacent blocks of a file."""
-        first, last = blocks[0][0], blocks[-1][0]
+        first, last = runs[0].blocks[0], runs[-1].blocks[-1]
         nbytes = last.offset + last.nbytes - first.offset
         try:
             buffer = self._buffers.pop()
@@ -331,21 +329,48 @@ class _Comparer:
         name = self._layout.files[first.file].name
         into = memoryview(buffer)[:nbytes]
         self._base.storage.read_into(name, first.offset, [into], self._versions[name])
-        for block, data in blocks:
-            begin = block.offset - first.offset
-            pieces = self._encode(block, data, into[begin : begin + block.nbytes])
-            self.found[block.number] = _FoundBlock(checksum(data), pieces)
+        for run in runs:
+            begin = run.blocks[0].offset - first.offset
+            for some, data, before in self._pieces(run, into[begin : begin + len(run.data)]):
+                self.found[some[0].number] = self._found(some, data, before)
         self._buffers.append(buffer)
 
-    def _encode(self, block: Block, data: memoryview, before: memoryview) -> list[PieceChanges | None]:
-        blocks = self._layout.blocks
-        itemsize = element_bytes(blocks.space.ranges[blocks.owner(block.number)].dtype)
+    def _pieces(
+        self, run: _Run, before: memoryview
+    ) -> Iterator[tuple[Sequence[Block], memoryview, memoryview]]:
+        """Yields some blocks of one tensor, their data, and those of the base."""
+        blocks, start = self._layout.blocks, run.blocks[0].offset
+        step = max(1, PIECE_BYTES // blocks.block_bytes)
+        for _, group in groupby(run.blocks, key=lambda block: blocks.owner(block.number)):
+            of_tensor = list(group)
+            for at in range(0, len(of_tensor), step):
+                some = of_tensor[at : at + step]
+                within = slice(some[0].offset - start, some[0].offset - start + _length(some))
+                yield some, run.data[within], before[within]
+
+    def _found(self, some: Sequence[Block], data: memoryview, before: memoryview) -> _FoundBlocks:
+        blocks, start = self._layout.blocks, some[0].offset
+        itemsize = element_bytes(blocks.space.ranges[blocks.owner(some[0].number)].dtype)
         segment = segment_elements(blocks.block_bytes, itemsize)
         new, old = (torch.frombuffer(each, dtype=torch.uint8) for each in (data, before))
-        return [
-            encode(new[at : at + PIECE_BYTES], old[at : at + PIECE_BYTES], itemsize, segment)
-            for at in range(0, block.nbytes, PIECE_BYTES)
-        ]
+        changes = encode(new, old, itemsize, segment)
+        sizes = [(0, 0)] * len(some)
+        if changes is not None:
+            per_block = blocks.block_bytes // (segment * itemsize)
+            sizes = changes.sizes(len(new) // itemsize, segment, per_block)
+        digests = [checksum(data[one.offset - start :][: one.nbytes]) for one in some]
+        return _FoundBlocks(range(some[0].number, some[-1].number + 1), digests, sizes, changes)
+
+
+class _Run(NamedTuple):
+    """Adjacent blocks of a file, in contiguous memory."""
+
+    blocks: Sequence[Block]
+    data: memoryview
+
+
+def _length(blocks: Sequence[Block]) -> int:
+    return blocks[-1].offset + blocks[-1].nbytes - blocks[0].offset
 
 
 class _BlockCutter:
@@ -360,9 +385,9 @@ class _BlockCutter:
         self._block = next(blocks, None)
         self._begun = bytearray()
 
-    def feed(self, part: FileRange, data: memoryview) -> list[tuple[Block, memoryview]]:
+    def feed(self, part: FileRange, data: memoryview) -> list[_Run]:
         """Returns the blocks that end in the next part, which are adjacent."""
-        found = []
+        found, complete = [], list[Block]()
         while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
             begin = block.offset + len(self._begun) - part.begin
             end = block.offset + block.nbytes - part.begin
@@ -371,11 +396,14 @@ class _BlockCutter:
                 break
             if self._begun:
                 self._begun += data[begin:end]
-                found.append((block, memoryview(self._begun)))
+                found.append(_Run([block], memoryview(self._begun)))
                 self._begun = bytearray()
             else:
-                found.append((block, data[begin:end]))
+                complete.append(block)
             self._block = next(self._blocks, None)
+        if complete:
+            begin = complete[0].offset - part.begin
+            found.append(_Run(complete, data[begin : begin + _length(complete)]))
         return found
 
 
@@ -383,7 +411,7 @@ class _BlockCutter:
 
 
 def _plan(
-    call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: Mapping[int, _FoundBlock]
+    call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: Mapping[int, _FoundBlocks]
 ) -> DeltaPlan:
     """Gathers how much has changed in which block, and plans the save of the changes."""
     world, layout, state = call.world, plan.state.layout, plan.state
@@ -421,10 +449,11 @@ def _plan(
     return DeltaPlan(of_changes, delta, base.manifest.url)
 
 
-def _pack(found: Mapping[int, _FoundBlock]) -> bytes:
+def _pack(found: Mapping[int, _FoundBlocks]) -> bytes:
     rows = [
-        (number, int.from_bytes(block.digest, "big", signed=True), block.num_values, block.num_indices)
-        for number, block in sorted(found.items())
+        (number, int.from_bytes(digest, "big", signed=True), *sizes)
+        for first in sorted(found)
+        for number, digest, sizes in zip(*found[first][:3], strict=True)
     ]
     return host_bytes(torch.tensor(rows, dtype=torch.int64).flatten())
 
@@ -548,22 +577,18 @@ class _ChangedTensor:
         per_block = self._block_bytes // (self._segment * self._itemsize)
         return min((block - self._first_block) * per_block, self._num_segments)
 
-    def data(self, name: str, blocks: range, found: Mapping[int, _FoundBlock]) -> Tensor:
+    def data(self, name: str, blocks: range, found: Mapping[int, _FoundBlocks]) -> Tensor:
         """Returns what this rank has of a stored tensor from some blocks."""
-        return torch.cat([one for block in blocks for one in self._data_of(name, block, found[block])])
-
-    def _data_of(self, name: str, block: int, found: _FoundBlock) -> Iterator[Tensor]:
-        if name.endswith((VALUES, INDICES)):
-            for piece in found.pieces:
-                if piece is not None:
-                    yield piece.values if name.endswith(VALUES) else piece.indices
-            return
-        per_piece = max(1, PIECE_BYTES // (self._segment * self._itemsize))
-        left = self._first(name, block + 1) - self._first(name, block)
-        for piece in found.pieces:
-            length = min(per_piece, left)
-            yield piece.counts if piece is not None else torch.zeros(length, dtype=torch.int32)
-            left -= length
+        parts, number = list[Tensor](), blocks.start
+        while number < blocks.stop:
+            numbers, changes = found[number].numbers, found[number].changes
+            number = numbers.stop
+            if changes is not None:
+                parts.append(changes.of(name))
+            elif name.endswith(COUNTS):
+                length = self._first(name, numbers.stop) - self._first(name, numbers.start)
+                parts.append(torch.zeros(length, dtype=torch.int32))
+        return torch.cat(parts)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import StateReader
 
 _NUM_SHOWN = 20
+
+_last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,22 @@ def describe(call: SaveCall, state: Any) -> RankState:
     compared = {}
     if options.check_replicas == "small":
         compared = small_tensors(specs, tensors, description.starts)
-    content = StateContent(description.structure, layout.digest(), specs, compared)
+    content = StateContent(description.structure, layout.digest, specs, compared)
     return RankState(content, layout, reader, PerRankValues(world, call.what, description), shard_map, small)
 
 
 def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions, stem: str = MODEL_STEM) -> Layout:
     """Lays tensors out in files by the options, or in one file of another name; raises as `lay_out`."""
+    max_shard_bytes = options.max_shard_bytes if stem == MODEL_STEM else sys.maxsize
+    return _lay_out_files(tuple(specs), max_shard_bytes, options.block_bytes, stem)
+
+
+@lru_cache(maxsize=2)  # a training saves the same state again, or two in turn
+def _lay_out_files(
+    specs: tuple[TensorSpec, ...], max_shard_bytes: int, block_bytes: int | None, stem: str
+) -> Layout:
     return lay_out(
-        specs,
-        max_shard_bytes=options.max_shard_bytes if stem == MODEL_STEM else sys.maxsize,
-        block_bytes=options.block_bytes,
-        metadata=HEADER_METADATA,
-        stem=stem,
+        specs, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=HEADER_METADATA, stem=stem
     )
 
 
@@ -109,19 +116,30 @@ def _predict_shards(
         raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
     if options.parts:
         return None, b""
-    everyone = tuple(range(world.size))
     boxes: dict[str, BoxesByRank] = {}
-    replicated: dict[tuple[Box, ...], BoxesByRank] = {}  # equal boxes share one object
     for name, tensor in tensors.items():
         if name not in sharded:
-            held = reader.boxes(name)
-            boxes[name] = replicated.setdefault(held, ((held, everyone),))
+            boxes[name] = _on_all_ranks(reader.boxes(name), world.size)
         elif (of_all := group.boxes_of_all(tensor)) is not None:
             boxes[name] = of_all
         else:
             return None, b""
-    shard_map, small = ShardMap(layout, world.size, boxes), b""
+    shard_map, small = _shard_map(layout, world.size, boxes), b""
     if options.check_replicas == "small":
         skip = lambda name: name not in sharded  # noqa: E731  (plain tensors are compared with the content)
         small = digest_shards(layout, shard_map, reader, world.rank, how="small", skip=skip)
     return shard_map, small
+
+
+def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank]) -> ShardMap:
+    """Returns the shard map of the last save if it fits, else a new one."""
+    found = next((each for each in _last_map[:] if each.is_of(layout, num_ranks, boxes)), None)
+    if found is None:
+        found = ShardMap(layout, num_ranks, boxes)
+        _last_map[:] = [found]
+    return found
+
+
+@lru_cache(maxsize=4096)  # equal boxes share one object, also from save to save
+def _on_all_ranks(boxes: tuple[Box, ...], num_ranks: int) -> BoxesByRank:
+    return ((boxes, tuple(range(num_ranks))),)

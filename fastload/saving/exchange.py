@@ -421,9 +421,8 @@ def _scatter(data: Tensor, positions: Sequence[Runs], part: Tensor) -> None:
     for runs in positions:
         copied = data[begin : begin + runs.total]
         if runs.steps:
-            sizes, strides = zip(*runs.steps, (runs.length, 1), strict=True)
-            target = part.as_strided(sizes, strides, part.storage_offset() + runs.start)
-            target.copy_(copied.view(sizes))
+            target = runs.of(part)
+            target.copy_(copied.view(target.shape))
         else:
             part[runs.start : runs.end].copy_(copied)
         begin += runs.total

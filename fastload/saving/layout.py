@@ -147,8 +147,9 @@ class Layout:
             if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.begin:
                 yield number
 
+    @cached_property
     def digest(self) -> str:
-        """Returns the xxh3-128 of the layout, for comparison between ranks."""
+        """The xxh3-128 of the layout, for comparison between ranks."""
         sizes = json.dumps([self.block_bytes, [[file.name, file.nbytes] for file in self.files]])
         hasher = xxhash.xxh3_128(sizes.encode())
         for file in self.files:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from fastload.base.state_copies import state_copies
+from fastload.base.threads import one_torch_thread
 from fastload.errors import StateChanged, some_of
 from fastload.saving.messages import ShardMessage, ShardRange
 from fastload.saving.snapshot import Snapshot, StateReader
@@ -23,7 +24,7 @@ _LOW_PRIORITY = 10  # lower ones starve on a host whose cores are all busy, whil
 _TICK_S = 0.001
 _LONGEST_OPERATION_S = 1.0
 
-_Piece = tuple[Sequence[ShardRange], Tensor]  # ranges of shards, and where their bytes go
+_Piece = tuple[Sequence[ShardRange], ShardMessage, int, int]  # ranges of shards, and bytes of their message
 
 
 class OverlappedSnapshot(Snapshot):
@@ -52,11 +53,11 @@ class OverlappedSnapshot(Snapshot):
         numbers = dict.fromkeys(each.tensor for message in messages for each in message.ranges)
         versions = {number: reader.versions(number) for number in numbers}
         for message in messages:
-            for piece in _cut(message.ranges, self.get(message), versions):
-                if versions[piece[0][0].tensor]:
-                    self._pieces.append(piece)
+            for ranges, first, last in _cut(message.ranges, versions):
+                if versions[ranges[0].tensor]:
+                    self._pieces.append((ranges, message, first, last))
                 else:
-                    reader.copy(*piece)
+                    reader.copy(ranges, self.get(message)[first:last])
         late = [number for number, found in versions.items() if found]
         self._reader = reader.in_background(late)
         self._watched = {reader.name_of(number): versions[number] for number in late}
@@ -75,9 +76,10 @@ class OverlappedSnapshot(Snapshot):
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         try:
-            while not self._copy_pieces():
-                with self._changed:
-                    self._changed.wait_for(lambda: self._pieces or not self._num_being_copied)
+            with one_torch_thread():  # the others of OpenMP would not have this priority
+                while not self._copy_pieces():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._pieces or not self._num_being_copied)
             self._reader.settle()
         except Exception as error:
             self._fail(error)
@@ -95,7 +97,8 @@ class OverlappedSnapshot(Snapshot):
                 self._num_being_copied += 1
             left: _Piece | None = piece
             try:
-                self._reader.copy(*piece)
+                ranges, message, first, last = piece
+                self._reader.copy(ranges, self.get(message)[first:last])
                 left = None
             except Exception as error:
                 left = None
@@ -201,22 +204,25 @@ class OverlappedSnapshot(Snapshot):
 
 
 def _cut(
-    ranges: Sequence[ShardRange], out: Tensor, versions: Mapping[int, Sequence[object]]
-) -> Iterator[_Piece]:
-    """Yields a message in pieces, each either of tensors with version counters or of others."""
+    ranges: Sequence[ShardRange], versions: Mapping[int, Sequence[object]]
+) -> Iterator[tuple[Sequence[ShardRange], int, int]]:
+    """Yields a message in pieces, each either of tensors with version counters or of others.
+
+    Returns:
+        The ranges of a piece, and the first and the last of its bytes in the message.
+    """
     piece: list[ShardRange] = []
-    first = last = 0  # bytes of the message
-    for whole in ranges:
-        for begin in range(whole.begin, whole.end, _PIECE_BYTES):
-            part = whole._replace(begin=begin, end=min(begin + _PIECE_BYTES, whole.end))
-            nbytes = part.end - begin
-            if piece and (
-                last + nbytes - first > _PIECE_BYTES
-                or bool(versions[part.tensor]) != bool(versions[piece[0].tensor])
-            ):
-                yield piece, out[first:last]
+    first = last = 0
+    was_counted = False
+    for number, shard, start, stop in ranges:
+        is_counted = bool(versions[number])
+        for begin in range(start, stop, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, stop)
+            if piece and (last + end - begin - first > _PIECE_BYTES or is_counted != was_counted):
+                yield piece, first, last
                 piece, first = [], last
-            piece.append(part)
-            last += nbytes
+            piece.append(ShardRange(number, shard, begin, end))
+            last += end - begin
+            was_counted = is_counted
     if piece:
-        yield piece, out[first:last]
+        yield piece, first, last

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
+from fastload.base.threads import one_torch_thread
 from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
 from fastload.formats.names import MODEL_STEM
@@ -67,6 +70,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
         return _write(call, begun, agreed, 0.0)
 
 
+@torch.no_grad()  # else each access to a DTensor switches gradients off and on
 def begin(call: SaveCall, state: Any) -> BegunSave:
     """Copies the bytes that this rank contributes, or begins to; see `Snapshot`.
 
@@ -260,10 +264,11 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     """Writes the files, and publishes the checkpoint."""
     world, plan = call.world, begun.plan
     call.tracing.synchronize(agreed.hosts)
-    changes, snapshot = plan_delta(call, plan, begun.snapshot, agreed), begun.snapshot
-    if changes.plan is not None:
-        plan, snapshot = changes.plan, None
-    written = write(call, plan, snapshot, open_pending(call, plan))
+    with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
+        changes, snapshot = plan_delta(call, plan, begun.snapshot, agreed), begun.snapshot
+        if changes.plan is not None:
+            plan, snapshot = changes.plan, None
+        written = write(call, plan, snapshot, open_pending(call, plan))
     publishing = partial(_publish, call, begun, plan, changes, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
     call.tracing.write({"what": call.what, "nbytes": plan.state.layout.nbytes})

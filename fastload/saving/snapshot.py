@@ -135,11 +135,11 @@ class StateReader:
         It reads the same memory even if the caller gives its tensors other memory. On accelerators it has
         streams of its own, which begin after the work that is queued on the caller's.
         """
-        names = [self.name_of(number) for number in numbers]
-        tensors = {name: self._tensors[name] for name in names}
-        plain = {name: tensor.detach() for name, tensor in tensors.items() if not is_dtensor(tensor)}
+        parts = {name: self._parts_of(name) for name in map(self.name_of, numbers)}
+        tensors = {name: self._tensors[name] for name in parts}
+        plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_dtensor(tensor)}
         reader = self._changed(self._layout, tensors | plain)
-        reader._parts = {name: self._parts_of(name) for name in tensors if name not in plain}
+        reader._parts = parts
         reader.streams = self.streams.for_copies()
         return reader
 
@@ -178,8 +178,13 @@ class StateReader:
         """
         name = self.name_of(number)
         tensor = self._tensors[name]
-        local = local_of(tensor)
-        if local.nbytes <= _SMALL_BYTES or name in self._uncounted or local.is_inference():
+        if name in self._uncounted or tensor.nbytes <= _SMALL_BYTES:
+            return []
+        parts = self._parts_of(name)
+        if sum(part.nbytes for _, part in parts) <= _SMALL_BYTES:
+            return []
+        local = parts[0][1]  # a view, which shares its counter
+        if local.is_inference():
             return []
         counters = [tensor]
         if is_dtensor(tensor):
@@ -285,10 +290,8 @@ class Snapshot:
         self.waited_s = 0.0
         self._pool = pool
         self._buffers = pool.take(lengths, pinned=reader.on_device)
-        self._copied: dict[tuple[int, int], Tensor] = {}
-        for message, (buffer, start) in zip(messages, offsets, strict=True):
-            copied = self._buffers[buffer][start : start + message.nbytes]
-            self._copied[message.writer, message.number] = copied
+        numbers = [(message.writer, message.number) for message in messages]
+        self._places = dict(zip(numbers, offsets, strict=True))
         self._copy(reader, messages)
 
     def _copy(self, reader: StateReader, messages: Sequence[ShardMessage]) -> None:
@@ -304,7 +307,8 @@ class Snapshot:
 
     def get(self, message: ShardMessage) -> Tensor:
         """Returns the bytes of a message as a flat uint8 tensor."""
-        return self._copied[message.writer, message.number]
+        buffer, start = self._places[message.writer, message.number]
+        return self._buffers[buffer][start : start + message.nbytes]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the state may change; returns whether it may, after so many seconds at most."""
@@ -323,7 +327,6 @@ class Snapshot:
         """Returns the memory to the pool; the snapshot cannot be used any more."""
         self.cancel()
         buffers, self._buffers = self._buffers, []
-        self._copied.clear()
         self._pool.give_back(buffers)
 
 

@@ -29,7 +29,7 @@ from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.loading.sha256 import compare_share
-from fastload.options import StageOptions
+from fastload.options import Patience, StageOptions
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.staging.stock import Stock, receipt_of, take_stock
@@ -261,11 +261,8 @@ class Stage:
         world, options = self._world, self._options
         storage = self._access.storage
         if missing.complete:
-            storage = PatientStorage(
-                LocalStorage(self._path, options.io),
-                retries=options.retries,
-                timeout_s=world.patience_s / 2,
-            )
+            patience = Patience(options.retries, world.patience_s / 2)
+            storage = PatientStorage(LocalStorage(self._path, options.io), patience)
         threads = read_threads(
             options.read_threads,
             plan,

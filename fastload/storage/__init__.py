@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import Any
 
 from fastload.errors import FastloadError, OptionError
+from fastload.options import Patience
 from fastload.storage import single_file
 from fastload.storage.base import Bucket, FileStat, Folder, Names, Storage, Target, WritableStorage, take
 from fastload.storage.local import LocalStorage
@@ -29,6 +30,7 @@ __all__ = [
     "WritableStorage",
     "locate",
     "name_of",
+    "open_patiently",
     "open_storage",
     "open_target",
     "put_next_to",
@@ -42,7 +44,7 @@ _log = logging.getLogger(__name__)
 _S3 = frozenset("s3 s3a".split())
 _HUB = "hf"
 _READ_ONLY = HTTP | {_HUB}
-_MAX_ATTEMPT_S = 30.0
+_PATIENCE = Patience()
 
 
 def register_storage(scheme: str, factory: Callable[..., Storage]) -> None:
@@ -114,15 +116,25 @@ def open_storage(
     return FsspecStorage(location, options or {})
 
 
+def open_patiently(
+    path: str | os.PathLike[str],
+    names: Names,
+    options: Mapping[str, Any] | None = None,
+    *,
+    io: str = "auto",
+    patience: Patience,
+) -> PatientStorage:
+    """Opens read access, with retries; other arguments and errors are those of `open_storage`."""
+    return PatientStorage(open_storage(path, names, options, io=io, attempt_s=patience.attempt_s), patience)
+
+
 def open_target(
     path: str | os.PathLike[str],
     names: Names,
     options: Mapping[str, Any] | None = None,
     *,
     io: str = "auto",
-    timeout_s: float = 300.0,
-    attempt_s: float = 30.0,
-    retries: int = 4,
+    patience: Patience = _PATIENCE,
 ) -> Target:
     """Opens write access to a new checkpoint at a local path or a URL.
 
@@ -133,9 +145,7 @@ def open_target(
         names: Names of files of a checkpoint.
         options: As for `open_storage`.
         io: How to write local files: ``auto``, ``buffered`` or ``direct``.
-        timeout_s: Longest time in seconds for one request to an object store, with its retries.
-        attempt_s: Longest time in seconds for one attempt.
-        retries: Further attempts.
+        patience: The number of attempts at a request to an object store, and the time for them.
 
     Raises:
         OptionError: The URL cannot be written to, or a package is missing.
@@ -153,16 +163,15 @@ def open_target(
     from fastload.storage.object_target import ObjectTarget, Streams
 
     options = options or {}
-    patience: dict[str, Any] = {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
     root = locate(f"{scheme}://{parent}")
     if scheme in _S3 - registered_storages.keys():
         _require_obstore(scheme)
         from fastload.storage.s3 import Multipart, S3Bucket
 
-        s3 = S3Bucket(root, options, url=location.url, **patience)
+        s3 = S3Bucket(root, options, patience, url=location.url)
         return ObjectTarget(location.url, s3, name, names, Multipart(s3, names))
-    bucket = _open_bucket(root, options, **patience)
-    return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=timeout_s))
+    bucket = _open_bucket(root, options, patience)
+    return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=patience.timeout_s))
 
 
 def require_writable(location: Location) -> None:
@@ -181,8 +190,7 @@ def put_next_to(
     content: bytes,
     options: Mapping[str, Any] | None = None,
     *,
-    timeout_s: float,
-    retries: int,
+    patience: Patience,
 ) -> None:
     """Writes or replaces a small file next to those of a checkpoint.
 
@@ -191,8 +199,7 @@ def put_next_to(
         name: Name of the file, without ``/``.
         content: All of its bytes.
         options: As for `open_storage`.
-        timeout_s: Longest time in seconds for a request to an object store, with its retries.
-        retries: Further attempts.
+        patience: As for `open_target`.
 
     Raises:
         StorageError: It cannot be written.
@@ -200,8 +207,7 @@ def put_next_to(
     if not place.scheme:
         single_file.replace(os.path.join(place.address, name), content)
         return
-    attempt_s = min(_MAX_ATTEMPT_S, timeout_s)
-    bucket = _open_bucket(place, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
+    bucket = _open_bucket(place, options or {}, patience)
     with closing(bucket), bucket.secrets.errors(f"{place.url}/{name}"):
         bucket.put(name, content)
 
@@ -223,7 +229,7 @@ def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
     return storage
 
 
-def _open_bucket(root: Location, options: Mapping[str, Any], **patience: Any) -> Bucket:
+def _open_bucket(root: Location, options: Mapping[str, Any], patience: Patience) -> Bucket:
     if root.scheme in registered_storages:
         storage = _open_registered(root, options)
         if not isinstance(storage, WritableStorage):
@@ -237,7 +243,7 @@ def _open_bucket(root: Location, options: Mapping[str, Any], **patience: Any) ->
         _require_obstore(root.scheme)
         from fastload.storage.obstore import ObstoreBucket
 
-        return ObstoreBucket(root, options, **patience)
+        return ObstoreBucket(root, options, patience)
     from fastload.storage.fsspec import FsspecStorage
 
     return FsspecStorage(root, options)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, take
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, fill, take
 from fastload.storage.descriptors import DirectFile
 from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
@@ -215,10 +215,7 @@ class LocalStorage(Storage):
                 if count <= 0:
                     raise _short(file, direct, offset + done, wanted)
                 filled, wanted = take(wanted, count)
-                copied = before
-                for buffer in filled:
-                    buffer[:] = block[copied : copied + len(buffer)]
-                    copied += len(buffer)
+                fill(filled, block[before : before + count])
                 self._count.add(count)
                 self._direct_count.add(count)
                 done += count

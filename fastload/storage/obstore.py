@@ -25,8 +25,8 @@ from obstore.exceptions import (
 from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
-from fastload.options import environment
-from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, Storage, fill
+from fastload.options import Patience, environment
+from fastload.storage.base import Bucket, FileStat, Folder, Names, ObjectWriter, Storage, fill
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
@@ -406,35 +406,25 @@ def _stat(meta: Mapping[str, Any]) -> FileStat:
     return FileStat(meta["size"], tag or str(modified or ""), modified.timestamp() if modified else 0.0)
 
 
-class ObstoreBucket:
+class ObstoreBucket(Bucket):
     """A `Bucket` through obstore.
 
     Args:
         url: URL of the root.
         options: Configuration of the store, in addition to the environment.
-        timeout_s: Longest time in seconds for one request with its retries.
-        attempt_s: Longest time in seconds for one attempt.
-        retries: Further attempts.
+        patience: The number of attempts, and the time for them.
 
     Attributes:
         secrets: Redacts credentials.
         store: The obstore store.
-        patience: Arguments of `patiently`: retries and time for one request.
+        patience: As given.
     """
 
-    def __init__(
-        self,
-        url: str | PathLike[str],
-        options: Mapping[str, Any],
-        *,
-        timeout_s: float,
-        attempt_s: float,
-        retries: int,
-    ) -> None:
+    def __init__(self, url: str | PathLike[str], options: Mapping[str, Any], patience: Patience) -> None:
         self.secrets = Secrets(locate(url), options)
-        self.patience: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s}
+        self.patience = patience
         self._is_remote = locate(url).scheme in OBJECT_STORES
-        self._make = partial(make_store, url, options, attempt_s=attempt_s)
+        self._make = partial(make_store, url, options, attempt_s=patience.attempt_s)
         # Without retries of obstore, which end too soon and do not cover all transient errors.
         self.store: Any = self._make(retry={"max_retries": 0})
 
@@ -445,40 +435,37 @@ class ObstoreBucket:
             return self.store
         init, most = timedelta(seconds=2 * FIRST_BACKOFF_S), timedelta(seconds=MAX_BACKOFF_S)
         retry = {
-            "max_retries": self.patience["retries"],
-            "retry_timeout": timedelta(seconds=self.patience["timeout_s"]),
+            "max_retries": self.patience.retries,
+            "retry_timeout": timedelta(seconds=self.patience.timeout_s),
             "backoff": {"init_backoff": init, "max_backoff": most, "base": 2},
         }
         return self._make(retry=retry)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return patiently(call, is_transient, **self.patience)
+        return patiently(call, is_transient, self.patience)
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, name: str) -> bytes | None:
         try:
-            return self._ask(lambda: bytes(obstore.get(self.store, key).bytes()))
+            return self._ask(lambda: bytes(obstore.get(self.store, name).bytes()))
         except FileNotFoundError:
             return None
 
-    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
+    def put(self, name: str, content: bytes, *, fresh: bool = False) -> bool:
         def put() -> bool:
             try:
-                obstore.put(self.store, key, content, mode="create" if fresh else "overwrite")
+                obstore.put(self.store, name, content, mode="create" if fresh else "overwrite")
             except AlreadyExistsError:
                 return False
             except NotImplementedError:  # the user disabled conditional puts, for a store without them
-                obstore.put(self.store, key, content)
+                obstore.put(self.store, name, content)
             return True
 
         return self._ask(put)
 
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
             with suppress(FileNotFoundError):
-                self._ask(partial(obstore.delete, self.store, key))
-
-    def delete_folder(self, folder: str) -> None:
-        self.delete([f"{folder}/{name}" for name in self.files(folder)])
+                self._ask(partial(obstore.delete, self.store, name))
 
     def files(self, folder: str) -> dict[str, int]:
         found = self._ask(lambda: obstore.list_with_delimiter(self.store, folder))["objects"]
@@ -490,23 +477,20 @@ class ObstoreBucket:
         names = sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
         return [name for name in names if name.startswith(prefix)]
 
-    def modified_s(self, key: str) -> float:
+    def modified_s(self, name: str) -> float:
         try:
-            modified: datetime = self._ask(lambda: obstore.head(self.store, key))["last_modified"]
+            modified: datetime = self._ask(lambda: obstore.head(self.store, name))["last_modified"]
         except FileNotFoundError:
             return float("inf")
         return modified.timestamp()
 
-    def move(self, key: str, to: str) -> None:
+    def move(self, name: str, to: str) -> None:
         # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
-        self._ask(lambda: obstore.copy(self.store, key, to))
-        self.delete([key])
+        self._ask(lambda: obstore.copy(self.store, name, to))
+        self.delete([name])
 
-    def writer(self, key: str) -> ObjectWriter:
+    def writer(self, name: str) -> ObjectWriter:
         writer: ObjectWriter = obstore.open_writer(
-            self._store_for_writers, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
+            self._store_for_writers, name, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
         )
         return writer
-
-    def close(self) -> None:
-        pass  # obstore closes its connections with the store

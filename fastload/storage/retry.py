@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from fastload.errors import Interrupted, StorageError
+from fastload.options import Patience
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, Mapped
 
@@ -31,9 +32,7 @@ def _backoff_s(attempt: int) -> float:
 def patiently(
     ask: Callable[[], T],
     is_transient: Callable[[Exception], bool],
-    *,
-    retries: int,
-    timeout_s: float,
+    patience: Patience,
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
     """Makes a request, and repeats it after transient errors.
@@ -41,11 +40,10 @@ def patiently(
     Args:
         ask: Makes the request.
         is_transient: Whether another attempt could succeed after an error.
-        retries: Further attempts.
-        timeout_s: Longest time in seconds for attempts and pauses. An attempt must have its own limit.
+        patience: The number of attempts, and the time for them. Each attempt must have its own limit.
         wait: Waits a number of seconds before another attempt, or raises to stop.
     """
-    deadline, attempt = time.monotonic() + timeout_s, 0
+    deadline, attempt = time.monotonic() + patience.timeout_s, 0
     while True:
         attempt += 1
         try:
@@ -55,7 +53,7 @@ def patiently(
             if isinstance(error, StorageError):
                 error.attempts, asked_s = attempt, error.retry_after_s
             pause_s = asked_s + min(_backoff_s(attempt), (left_s - asked_s) / 4)
-            if not is_transient(error) or attempt > retries or asked_s >= left_s:
+            if not is_transient(error) or attempt > patience.retries or asked_s >= left_s:
                 raise
         wait(pause_s)
 
@@ -65,15 +63,13 @@ class PatientStorage(Storage):
 
     Args:
         storage: The storage.
-        retries: Further attempts for one request.
-        timeout_s: Longest time in seconds for one request, all attempts and pauses included.
+        patience: The number of attempts, and the time for them.
     """
 
-    def __init__(self, storage: Storage, *, retries: int, timeout_s: float) -> None:
+    def __init__(self, storage: Storage, patience: Patience) -> None:
         super().__init__(storage.url)
         self._storage = storage
-        self._retries = retries
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._num_retries = 0
@@ -169,9 +165,7 @@ class PatientStorage(Storage):
             self._require_running()
             self._num_requests += 1
         try:
-            return patiently(
-                ask, _is_transient, retries=self._retries, timeout_s=self._timeout_s, wait=self._wait
-            )
+            return patiently(ask, _is_transient, self._patience, self._wait)
         finally:
             with self._lock:
                 self._num_requests -= 1

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fastload.base.memory import round_up
 from fastload.base.threads import each, within
 from fastload.errors import OptionError
+from fastload.options import Patience
 from fastload.storage.base import NUM_REQUESTS, Keys, Names
 from fastload.storage.location import Location
 from fastload.storage.obstore import ObstoreBucket, s3_settings
@@ -37,7 +38,8 @@ class S3Bucket(ObstoreBucket):
 
     Args:
         root: Location of the root.
-        options: As for `ObstoreBucket`, like the further arguments.
+        options: As for `ObstoreBucket`.
+        patience: Likewise.
         url: URL of the checkpoint, for messages.
 
     Attributes:
@@ -50,15 +52,13 @@ class S3Bucket(ObstoreBucket):
         self,
         root: Location,
         options: Mapping[str, Any],
+        patience: Patience,
         *,
         url: str,
-        timeout_s: float,
-        attempt_s: float,
-        retries: int,
     ) -> None:
-        super().__init__(root, options, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
+        super().__init__(root, options, patience)
         self.url = url
-        self.client = make_client(url, self.store, attempt_s=attempt_s)
+        self.client = make_client(url, self.store, attempt_s=patience.attempt_s)
         self.bucket, _, self._prefix = root.address.removeprefix(f"{root.scheme}://").partition("/")
 
     def key(self, key: str) -> str:
@@ -75,8 +75,8 @@ class S3Bucket(ObstoreBucket):
         Raises:
             DeadlineExceeded: The request did not end in time.
         """
-        ask = partial(patiently, call, _is_transient, **self.patience)
-        return within(self.patience["timeout_s"], f"a request to {self.url}", ask)
+        ask = partial(patiently, call, _is_transient, self.patience)
+        return within(self.patience.timeout_s, f"a request to {self.url}", ask)
 
     def delete_folder(self, folder: str) -> None:
         super().delete_folder(folder)

@@ -17,6 +17,7 @@ from fastload.errors import CheckpointError, FastloadError, StorageError, Unsupp
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, digest_of, parse
 from fastload.formats.untrusted import MAX_INT
+from fastload.options import Patience
 from fastload.storage import (
     FileStat,
     Folder,
@@ -24,7 +25,7 @@ from fastload.storage import (
     PatientStorage,
     Target,
     locate,
-    open_storage,
+    open_patiently,
     open_target,
 )
 from fastload.storage.memory_folder import CHECKPOINT_NAME as RUN_NAME
@@ -146,8 +147,7 @@ class Catalog:
     Args:
         root: A local directory or a URL; it need not exist yet.
         storage_options: As for `fastload.load`.
-        timeout_s: Longest time in seconds for one request.
-        retries: Further attempts after a transient error.
+        patience: The number of attempts at a request, and the time for them.
 
     Attributes:
         damaged: Steps of checkpoints that are listed as complete, and failed to load.
@@ -157,14 +157,11 @@ class Catalog:
         self,
         root: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None,
-        *,
-        timeout_s: float,
-        retries: int,
+        patience: Patience,
     ) -> None:
         self.root = locate(root)
         self._storage_options = storage_options
-        self._timeout_s = timeout_s
-        self._retries = retries
+        self._patience = patience
         self.damaged: set[int] = set()
         self._records: dict[int, _RecordRead] = {}
         self._incomplete: dict[int, Folder] = {}
@@ -341,14 +338,11 @@ class Catalog:
 
     def open_target(self, path: Location) -> Target:
         """Opens write access to a checkpoint, with the timeouts and options of this catalog."""
-        return open_target(
-            path, NAMES, self._storage_options, timeout_s=self._timeout_s, retries=self._retries
-        )
+        return open_target(path, NAMES, self._storage_options, patience=self._patience)
 
     def open_storage(self, path: Location) -> PatientStorage:
         """Opens read access to a path, likewise."""
-        storage = open_storage(path, NAMES, self._storage_options, attempt_s=min(30.0, self._timeout_s))
-        return PatientStorage(storage, retries=self._retries, timeout_s=self._timeout_s)
+        return open_patiently(path, NAMES, self._storage_options, patience=self._patience)
 
     def is_at(self, step: int, urls: set[str]) -> bool:
         """Whether the checkpoint of a step is at one of these URLs."""

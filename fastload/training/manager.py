@@ -13,7 +13,7 @@ from fastload.comm.failures import require_same
 from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
+from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.saving.handle import SaveHandle
 from fastload.saving.queue import QueuedSave
 from fastload.saving.save import save_in_background, save_now
@@ -195,7 +195,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
-        def ready() -> Policy:
+        def ready(chosen: SaveOptions) -> Policy:
             directory = memory_directory(memory)
             return Policy(
                 locate(root),
@@ -217,19 +217,15 @@ class CheckpointManager:
                     best=tuple(best) if isinstance(best, list) else best,
                 ),
                 async_,
-                replace(options if options is not None else SaveOptions(), overwrite=True),
+                replace(chosen, overwrite=True),
                 max_pending_saves,
                 directory,
                 deltas,
             )
 
-        self._world, self._policy = world, policy = meet(
-            process_group,
-            f"managing the checkpoints in {name_of(root)}",
-            ready,
-            timeout_s=lambda policy: policy.options.timeout_s,
-            default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
-        )
+        what = f"managing the checkpoints in {name_of(root)}"
+        world, _, policy = meet(process_group, what, options, SaveOptions, ready)
+        self._world, self._policy = world, policy
         self._open_in: int | None = os.getpid()  # the process; None once it is closed
         timeout_s, retries = policy.options.timeout_s, policy.options.retries
         self._defaults = {  # of loads; saves have separate options
@@ -237,8 +233,9 @@ class CheckpointManager:
             "storage_options": storage_options,
             "options": LoadOptions(timeout_s=timeout_s, retries=retries),
         }
-        self._catalog = Catalog(policy.root, storage_options, timeout_s=world.patience_s / 2, retries=retries)
-        self._bases = Catalog(policy.root, storage_options, timeout_s=world.patience_s / 2, retries=retries)
+        patience = Patience(retries, world.patience_s / 2)
+        self._catalog = Catalog(policy.root, storage_options, patience)
+        self._bases = Catalog(policy.root, storage_options, patience)
         lists, cleans, incarnation, run = self._meet()
         self._history = History(world, self._catalog, lists=lists, process_group=process_group)
         self._tier = self._open_tier(incarnation, run)

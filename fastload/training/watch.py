@@ -26,7 +26,7 @@ from fastload.errors import (
     proves_damage,
 )
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SETTINGS, LoadOptions
+from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, locate, name_of
 from fastload.training.catalog import Catalog, metrics_of
 from fastload.training.restore import History, Listing
@@ -74,23 +74,18 @@ def watch(
         FastloadError: A rank did not respond.
     """
 
-    def ready() -> tuple[Location, LoadOptions]:
+    def ready(_: LoadOptions) -> Location:
         for name, value in (("poll_s", poll_s), ("timeout_s", timeout_s)):
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise OptionError(f"{name}={value!r}: must be a positive number of seconds")
         if after is not None and (type(after) is not int or after < 0):
             raise OptionError(f"after={after!r}: must be a step, from 0 on")
-        return locate(root), replace(options if options is not None else LoadOptions(), atomic=True)
+        return locate(root)
 
     what = f"watching {name_of(root)}"
-    world, (location, chosen) = meet(
-        process_group,
-        what,
-        ready,
-        timeout_s=lambda ready: ready[1].timeout_s,
-        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
-    )
-    catalog = Catalog(location, storage_options, timeout_s=world.patience_s / 2, retries=chosen.retries)
+    world, chosen, location = meet(process_group, what, options, LoadOptions, ready)
+    chosen = replace(chosen, atomic=True)
+    catalog = Catalog(location, storage_options, Patience(chosen.retries, world.patience_s / 2))
     shared = {
         "root": location.given,
         "after": after,

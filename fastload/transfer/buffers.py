@@ -352,9 +352,8 @@ def _packed(message: Message, chunk: Tensor, room: _BufferRoom, *, copies: bool,
         return chunk[pieces[0].start : pieces[0].start + pieces[0].length]
     packed, position = room.take(message.nbytes, must_fit=must_fit), 0
     for piece in pieces:
-        sizes, strides = zip(*piece.steps, (piece.length, 1), strict=True)
-        source = chunk.as_strided(sizes, strides, chunk.storage_offset() + piece.start)
-        packed[position : position + piece.total].view(sizes).copy_(source)
+        source = piece.of(chunk)
+        packed[position : position + piece.total].view(source.shape).copy_(source)
         position += piece.total
     return packed
 

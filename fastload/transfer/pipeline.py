@@ -54,8 +54,7 @@ def open_pipeline(
         MemoryError: Staging buffers do not fit into memory.
     """
     transport = _open_transport(world, plan, order, machines, hosts, device, backend)
-    buffers = Buffers(plan, world.rank, transport, destinations)
-    return Pipeline(world, plan, reader, transport, destinations, buffers, progress)
+    return Pipeline(world, plan, reader, transport, destinations, progress)
 
 
 def _open_transport(
@@ -274,7 +273,6 @@ class Pipeline:
         reader: Reads this rank's chunks.
         transport: Sends and receives messages.
         destinations: The destinations of the bytes.
-        buffers: Buffers for the plan, the transport and the destinations.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
@@ -293,7 +291,6 @@ class Pipeline:
         reader: ChunkReader,
         transport: Transport,
         destinations: Destinations,
-        buffers: Buffers,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._world = world
@@ -301,9 +298,9 @@ class Pipeline:
         self.reader = reader
         self.transport = transport
         self._placing = _Placing(world.rank, destinations, progress)
-        self._buffers = buffers
+        self._buffers = Buffers(plan, world.rank, transport, destinations)
         self._starter = Starter(reader, transport)
-        self._ahead = ReadAhead(world.rank, reader, buffers)
+        self._ahead = ReadAhead(world.rank, reader, self._buffers)
         self._first_index = 0
         self._num_posted = 0
         self.broken: set[int] = set()

@@ -20,7 +20,7 @@ from fastload.base.threads import Workers
 from fastload.base.trace import Stopwatch
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
-from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.storage import PatientStorage, take
@@ -61,15 +61,7 @@ class Verifier:
 
     def __init__(self, manifest: Manifest) -> None:
         assert manifest.block_bytes
-        self._url = manifest.url
-        self._files = manifest.files
         self._manifest = manifest
-        extents = Space([extent for extent in manifest.extents if extent.nbytes])
-        self._blocks = Blocks(extents, manifest.block_bytes)
-        # The number of the first block of each file, since the record counts blocks within their file.
-        self._firsts = [
-            self._blocks.firsts[extents.find(file, -1) + 1] for file in range(len(manifest.files))
-        ]
         self._lock = threading.Lock()
         self._num_rereads = 0
 
@@ -88,38 +80,27 @@ class Verifier:
             buffers: Its bytes, cut between blocks only.
             read: Reads a byte range again.
         """
-        for index, block, data in _cut_into_blocks(self._blocks, byte_range, buffers):
-            number = block.number - self._firsts[block.file]
-            expected = self._expected(block.file, number)
+        manifest = self._manifest
+        for index, block, data in _cut_into_blocks(manifest.blocks, byte_range, buffers):
+            number, expected = manifest.recorded(block)
             if checksum(data) == expected:
                 continue
             if self._may_read_again():
                 read(ByteRange(block.file, block.offset, block.nbytes, byte_range.start), [data])
                 if checksum(data) == expected:
                     continue
-            name = self._name_of(self._blocks.space.ranges[index])
-            text = self._describe(block._replace(number=number), name, expected, checksum(data))
-            yield Damage(block.file, number, text)
+            name = self._name_of(manifest.blocks.space.ranges[index])
+            yield Damage(block.file, number, manifest.describe_damage(block, name, checksum(data)))
 
     def _name_of(self, extent: TensorEntry | Piece) -> str:
         if isinstance(extent, TensorEntry):
             return extent.name
         return next(entry.name for entry in self._manifest.tensors if extent in entry.pieces)
 
-    def _expected(self, file: int, number: int) -> bytes:
-        begin = number * CHECKSUM_BYTES
-        return self._files[file].checksums[begin : begin + CHECKSUM_BYTES]
-
     def _may_read_again(self) -> bool:
         with self._lock:
             self._num_rereads += 1
             return self._num_rereads <= _MAX_REREADS
-
-    def _describe(self, block: Block, name: str, expected: bytes, found: bytes) -> str:
-        where = f"{self._url.rstrip('/')}/{self._files[block.file].name}"
-        what = f"block {block.number} [bytes {block.offset}-{block.offset + block.nbytes}]"
-        tensor = f"of tensor {name[:200]!r}"
-        return f"{where}: {what} {tensor}: checksum {expected.hex()} expected, {found.hex()} found"
 
 
 class ChecksumCollector:
@@ -133,8 +114,7 @@ class ChecksumCollector:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        extents = Space([extent for extent in manifest.extents if extent.nbytes])
-        self._blocks = Blocks(extents, manifest.block_bytes)
+        self._blocks = manifest.blocks
         self.checksums: dict[int, bytes] = {}
 
     def damage(

@@ -21,7 +21,7 @@ import xxhash
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
-from fastload.geometry.ranges import ByteRange, HasRange
+from fastload.geometry.ranges import ByteRange, HasRange, join_adjacent
 from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
 from fastload.transfer.messages import Message, Ranks, joined
 from fastload.transfer.plan import Chunk, Share, deal
@@ -127,19 +127,11 @@ class Holders:
                             return None
                         at = start + held.begin - placed.offset
                         left -= held.end - held.begin
-                        _append(of_group.setdefault(ranks, []), at, at + held.end - held.begin)
+                        of_group.setdefault(ranks, []).append((at, at + held.end - held.begin))
             if left:
                 return None
-            pools += (Pool(group, ranks, found) for ranks, found in sorted(of_group.items()))
+            pools += (Pool(group, ranks, join_adjacent(of_group[ranks])) for ranks in sorted(of_group))
         return pools
-
-
-def _append(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Appends a range, joined to the last one if they are adjacent."""
-    if ranges and ranges[-1][1] == begin:
-        ranges[-1] = ranges[-1][0], end
-    else:
-        ranges.append((begin, end))
 
 
 _MAX_CHUNK_BYTES = 8 << 20

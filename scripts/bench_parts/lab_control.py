@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,6 +102,12 @@ def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     else:
         pack_to_file(state, str(folder / "state.flashpack"), None)
     return Checkpoint(folder, state_digest(state), sum(tensor.nbytes for tensor in state.values()))
+
+
+def exit_on_signals() -> None:
+    """Has signals raise `SystemExit`, so that the lab is shut down in any case, also in the background."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 class Lab:

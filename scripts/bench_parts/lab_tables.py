@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench_parts.tables import FLOOR, GIB, print_table
+from bench_parts.tables import FLOOR, GIB, by_arm, print_failed, print_table
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,12 @@ def cells(result: dict[str, Any], regime: str) -> dict[int, dict[str, Cell]]:
 
 
 def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
-    by_arm: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_arm.setdefault(row["arm"], []).append(row)
+    found = by_arm(rows)
 
     def median(arm: str, *keys: str) -> float:
-        return statistics.median(float(sum(row.get(key, math.nan) for key in keys)) for row in by_arm[arm])
+        return statistics.median(float(sum(row.get(key, math.nan) for key in keys)) for row in found[arm])
 
-    reference = median(FLOOR, "seconds") if FLOOR in by_arm else float("nan")
+    reference = median(FLOOR, "seconds") if FLOOR in found else float("nan")
     return {
         arm: Cell(
             seconds=median(arm, "seconds"),
@@ -78,7 +76,7 @@ def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
             memory=median(arm, "memory_bytes"),
             report=runs[-1]["report"],
         )
-        for arm, runs in by_arm.items()
+        for arm, runs in found.items()
     }
 
 
@@ -102,8 +100,8 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
             table.add_column(head, justify="right", no_wrap=True)
     for arm in result["arms"]:
         row = [arm, result["reads"][arm]]
-        for by_arm in measured.values():
-            cell = by_arm.get(arm)
+        for of_job in measured.values():
+            cell = of_job.get(arm)
             if cell is None:
                 row += ["–", "", "", "", "", "", ""]
                 continue
@@ -113,14 +111,14 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
         table.add_row(*row)
     Console(width=190).print(table)
     for job in result["jobs"]:
-        for arm, why in job["failed"].items() if job["regime"] == regime else ():
-            Console(width=150).print(f"{job['hosts']} hosts, {arm}: {why}", markup=False)
+        if job["regime"] == regime:
+            print_failed(job["failed"], f"{job['hosts']} hosts, ")
     _print_stages(measured, regime)
 
 
 def _least_exchanged(measured: dict[int, dict[str, Cell]]) -> str:
     """Says what has to travel when every byte is read once."""
-    least = [max(cell.least_exchanged for cell in by_arm.values()) for by_arm in measured.values() if by_arm]
+    least = [max(cell.least_exchanged for cell in of_job.values()) for of_job in measured.values() if of_job]
     return f"at least {' / '.join(f'{each:.2f}' for each in least)}"
 
 
@@ -133,8 +131,8 @@ def _print_stages(measured: dict[int, dict[str, Cell]], regime: str) -> None:
         table.add_column(
             head.replace("_s", " s"), justify="left" if head in ("arm", "strategy") else "right", no_wrap=True
         )
-    for hosts, by_arm in measured.items():
-        for arm, cell in by_arm.items():
+    for hosts, of_job in measured.items():
+        for arm, cell in of_job.items():
             if report := cell.report:
                 counts = (report["chunk_bytes"] // 1024, report["num_rounds"], report["depth"])
                 memory = "–" if math.isnan(cell.memory) else f"{cell.memory / 2**20:.0f}"

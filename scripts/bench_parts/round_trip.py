@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from rich.table import Table
 
 import fastload
 from bench_parts.job import GIB
+from bench_parts.save_arms import torch_checkpointing_manager
 from bench_parts.save_tables import Row, ratio
 from bench_parts.tables import print_table
 
@@ -36,24 +35,13 @@ def arms() -> dict[str, Arm]:
         ),
         OURS: Arm(fastload.save, lambda state, path: fastload.load(path, into=state)),
     }
-    if importlib.util.find_spec("torch_checkpointing"):
-        named = {"torch_checkpointing, not synced": _torch_checkpointing()} | named
+    if manager := torch_checkpointing_manager(background=False):
+        theirs = Arm(
+            lambda state, path: manager.save(str(path), {"state": state}),
+            lambda state, path: manager.load(str(path), into={"state": state}),
+        )
+        named = {"torch_checkpointing, not synced": theirs} | named
     return named
-
-
-def _torch_checkpointing() -> Arm:
-    """On CPUs: without direct writes, which fail here, and resharders, whose exchange needs CUDA."""
-    warnings.simplefilter("ignore")  # of the library, about plain tensors
-    from torch_checkpointing import CheckpointManager
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-    config = CheckpointManager.Config.with_sync_save()
-    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
-    manager = config.build()
-    return Arm(
-        lambda state, path: manager.save(str(path), {"state": state}),
-        lambda state, path: manager.load(str(path), into={"state": state}),
-    )
 
 
 def print_round_trips(rows: list[Row], title: str) -> None:

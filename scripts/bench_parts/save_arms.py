@@ -5,8 +5,10 @@ Whoever returns has made its part durable: the data of the files, and their name
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +202,23 @@ def fastload_async_save(state: State, path: Path) -> Wait:
 def fastload_overlapped_save(state: State, path: Path) -> Wait:
     """Copies the state while training goes on."""
     return fastload.async_save(state, path, options=SaveOptions(snapshot="overlap")).wait
+
+
+def torch_checkpointing_manager(*, background: bool) -> Any:
+    """Returns a manager of torch_checkpointing for CPUs; None if it is not installed.
+
+    Without direct writes, which fail here, and resharders, whose exchange needs CUDA.
+    """
+    if importlib.util.find_spec("torch_checkpointing") is None:
+        return None
+    warnings.simplefilter("ignore")  # of the library, about plain tensors
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    config = CheckpointManager.Config
+    chosen = config.with_async_save() if background else config.with_sync_save()
+    chosen.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    return chosen.build()
 
 
 # ---- durability

@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from bench_parts.save_lab_arms import writers_arm
-from bench_parts.tables import GIB, print_table
+from bench_parts.tables import GIB, by_arm, median, print_failed, print_table
 
 Row = dict[str, Any]
 
@@ -19,17 +18,14 @@ _STAGES = ("snapshot_s", "write_s", "flush_s", "commit_s", "total_s")
 def print_saves_on_lab(result: dict[str, Any]) -> None:
     """Prints the arms of each number of hosts, and where fastload's spent their time."""
     for job in result["jobs"]:
-        runs: dict[str, list[Row]] = {}
-        for row in job["rows"]:
-            runs.setdefault(row["arm"], []).append(row)
+        runs = by_arm(job["rows"])
         nbytes = job["rows"][0]["nbytes"] if job["rows"] else 0
         what = f"{nbytes / 2**20:.0f} MiB" + (
             f" as DTensors ({result['shards']})" if result["shards"] else ""
         )
         title = f"{what} saved to S3 from {job['hosts']} hosts, {result['rates']} each"
         _print_arms(runs, f"{title}, medians of {result['repeats']}")
-        for arm, why in job["failed"].items():
-            Console(width=150).print(f"{job['hosts']} hosts, {arm}: {why}", markup=False)
+        print_failed(job["failed"], f"{job['hosts']} hosts, ")
         _print_stages(runs, job["hosts"])
 
 
@@ -56,19 +52,15 @@ def _print_arms(runs: dict[str, list[Row]], title: str) -> None:
     one = runs.get(writers_arm(1), [])
     for arm, rows in runs.items():
         seconds = [row["seconds"] for row in rows]
-
-        def median(field: str, rows: list[Row] = rows) -> float:
-            return statistics.median(row[field] for row in rows)
-
         table.add_row(
             arm,
-            f"{median('seconds'):.2f}",
+            f"{median(rows, 'seconds'):.2f}",
             f"{min(seconds):.2f}–{max(seconds):.2f}",
             f"{speed_up(rows, one):.2f}" if one else "",
-            f"{median('storage_bytes') / rows[0]['nbytes']:.3f}",
-            f"{median('exchanged_bytes') / rows[0]['nbytes']:.3f}",
-            f"{median('cpu_s') / (rows[0]['nbytes'] / GIB):.1f}",
-            f"{100 * median('cores_busy'):.0f} %",
+            f"{median(rows, 'storage_bytes') / rows[0]['nbytes']:.3f}",
+            f"{median(rows, 'exchanged_bytes') / rows[0]['nbytes']:.3f}",
+            f"{median(rows, 'cpu_s') / (rows[0]['nbytes'] / GIB):.1f}",
+            f"{100 * median(rows, 'cores_busy'):.0f} %",
         )
     print_table(table)
 

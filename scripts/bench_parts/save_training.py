@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ class Training:
         batch: Samples of this rank in a step.
         fsdp: With FSDP2 instead of DDP.
         operations: Small operations in each step, next to the model's: Python is busy.
+
+    Attributes:
+        lock: Makes the lock that a way to save wants around the updates of the weights.
     """
 
     def __init__(self, *, width: int, batch: int, fsdp: bool, operations: int = 0) -> None:
@@ -40,6 +44,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._samples = torch.randn(batch, width)
         self._num_operations = operations
+        self.lock: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def state(self) -> dict[str, Any]:
         """Returns what a user saves."""
@@ -79,7 +84,8 @@ class Training:
             small = small * 0.5
         loss = (self._model(self._samples) - self._samples).square().mean()
         loss.backward()
-        self._optimizer.step()
+        with self.lock():
+            self._optimizer.step()
         self._optimizer.zero_grad()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -74,3 +75,22 @@ def print_stages(rows: list[dict[str, Any]]) -> None:
 
 def print_table(table: Table) -> None:
     Console(width=150).print(table)
+
+
+def print_failed(failed: dict[str, str], where: str = "") -> None:
+    """Prints why arms did not run."""
+    for arm, why in failed.items():
+        Console(width=150).print(f"{where}{arm}: {why}", markup=False)
+
+
+def by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Sorts runs by their arms."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["arm"], []).append(row)
+    return found
+
+
+def median(rows: Sequence[dict[str, Any]], field: str) -> float:
+    """Returns the median of a number over the runs of an arm."""
+    return statistics.median(row[field] for row in rows)

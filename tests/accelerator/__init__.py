@@ -46,8 +46,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.accelerator import build
-
 __all__ = ["BACKEND", "GROUP", "NAME", "POISON", "Communicator", "Emulator", "accelerator"]
 
 NAME = "emu"
@@ -170,11 +168,11 @@ def accelerator() -> Emulator:
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None:
         raise RuntimeError(f"this process has an accelerator: {other}")
+    from tests.accelerator import build, device_module  # not above: `build` is also a program
+
     path = str(build.library())
     torch.ops.load_library(path)
     torch.utils.rename_privateuse1_backend(NAME)
-    from tests.accelerator import device_module
-
     torch._register_device_module(NAME, device_module)
     dist.Backend.register_backend(BACKEND, _backend, devices=[NAME])
     return Emulator(ctypes.CDLL(path))

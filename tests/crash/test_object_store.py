@@ -13,6 +13,7 @@ import pytest
 
 import fastload
 from fastload.formats.names import NAMES
+from fastload.options import Patience
 from fastload.storage import open_target, s3
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.crash.saves import End, end_of, save, state, version_of
@@ -100,7 +101,7 @@ def test_a_server_that_stalls_in_the_middle_of_a_part_gets_it_once(proxy: Any) -
     server, storage, folder = proxy
     data = os.urandom(16 << 20)  # more than sockets buffer
     server.stalls["PUT", "partNumber=1"] = 5.5
-    target = open_target(URL, NAMES, storage, retries=0)
+    target = open_target(URL, NAMES, storage, patience=Patience(retries=0))
     target.prepare([("data", len(data))], overwrite=False)
     target.write("data", 0, memoryview(data))
     target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)

@@ -43,6 +43,7 @@ from tests.e2e.forked import forking_python
 __all__ = ["ranks", "run_ranks", "there"]
 
 Body = Callable[..., Any]
+_ENVIRONMENT = dict(os.environ)  # as it is before tests change it: modules read it when they are imported
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 5.0  # what the other ranks get after the first failure
 _STARTUP_S = 60.0
@@ -219,7 +220,7 @@ class _Zygote:
                 stdout=self._stderr,
                 stderr=self._stderr,
                 cwd=_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # else there are threads, and no safe forks
+                env={**_ENVIRONMENT, "OMP_NUM_THREADS": "1"},  # else there are threads, and no safe forks
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())

@@ -17,6 +17,7 @@ import fastload
 from fastload import CheckpointManager, SaveOptions
 from fastload.cli import main
 from fastload.errors import OptionError
+from fastload.options import Patience
 from fastload.training.catalog import Catalog
 from fastload.training.retention import Retention
 from tests.checkpoints import assert_same_bits
@@ -41,7 +42,7 @@ def run(*arguments: object) -> str:
 
 
 def entries(root: Path) -> dict[int, Any]:
-    return {one.step: one for one in Catalog(root, None, timeout_s=20, retries=0).entries()}
+    return {one.step: one for one in Catalog(root, None, Patience(0, 20)).entries()}
 
 
 @pytest.mark.parametrize("how", [{}, {"async_": False}, {"max_pending_saves": 3}], ids=str)
@@ -141,7 +142,7 @@ def test_retention_keeps_what_a_kept_delta_needs(tmp_path: Path) -> None:
             fastload.save(state, root / f"step_{number:08}", options=chosen)
             states[number] = state
         listed = list(entries(root).values())
-        order = Catalog(root, None, timeout_s=20, retries=0).expendable(listed, Retention(keep_last=1))
+        order = Catalog(root, None, Patience(0, 20)).expendable(listed, Retention(keep_last=1))
         bases = {one.step: one.summary.base for one in listed if one.summary.base}
         for at, number in enumerate(order):
             assert bases.get(number) not in {f"step_{earlier:08}" for earlier in order[:at]}

@@ -7,7 +7,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -474,32 +474,56 @@ def other_dtypes(stored: dict[str, Tensor]) -> None:
     stored["wide.values"] = stored["wide.values"].float()
 
 
-HOSTILE = {
-    bad_counts: "the counts of 'wide' contradict",
-    negative_counts: "the counts of 'wide' contradict",
-    far_indices: "an index of a change is out of bounds",
-    more_tensors: "no changes of a tensor of the base",
-    few_segments: "the changes of tensor 'wide' do not fit",
-    other_dtypes: "the changes of tensor 'wide' do not fit",
+def descending_indices(stored: dict[str, Tensor]) -> None:
+    indices = stored["wide.indices"].view(torch.int16)
+    indices[:2] = indices[:2].flip(0)
+
+
+def another_value(stored: dict[str, Tensor]) -> None:
+    stored["deep.values"].view(torch.int32)[0] ^= 1
+
+
+def another_last_value(stored: dict[str, Tensor]) -> None:
+    stored["small.values"].view(torch.uint8)[-1] ^= 1
+
+
+HOSTILE: dict[Callable[[dict[str, Tensor]], None], tuple[type[CheckpointError], str]] = {
+    bad_counts: (ManifestError, "the counts of 'wide' contradict"),
+    negative_counts: (ManifestError, "the counts of 'wide' contradict"),
+    far_indices: (ManifestError, "indices of changes are not ascending, or out of bounds"),
+    descending_indices: (ManifestError, "indices of changes are not ascending, or out of bounds"),
+    more_tensors: (ManifestError, "no changes of a tensor of the base"),
+    few_segments: (ManifestError, "the changes of tensor 'wide' do not fit"),
+    other_dtypes: (ManifestError, "the changes of tensor 'wide' do not fit"),
+    another_value: (ChecksumError, "of tensor 'deep': checksum"),
+    another_last_value: (ChecksumError, "of tensor 'small': checksum"),
 }
 
 
-def test_changes_that_no_save_writes(tmp_path: Path) -> None:
+@ranks(2)
+def test_changes_that_no_save_writes(rank: int, world: int, tmp_path: Path) -> None:
     """Files whose checksums are right, and whose contents are not: refused, and nothing has changed."""
     first = weights()
     fastload.save(first, tmp_path / "0", options=options())
     save(step(first, 1), tmp_path / "1", base=tmp_path / "0")
-    body = json.loads((tmp_path / "1" / "fastload.json").read_bytes())
-    for change, text in HOSTILE.items():
+    for change, (kind, text) in HOSTILE.items():
         path = tmp_path / change.__name__
-        path.mkdir()
-        stored = load_file(tmp_path / "1" / "delta.safetensors")
-        change(stored)
-        save_file(stored, path / "delta.safetensors")
-        record_by_hand(path, 4096, state=body["state"])
-        seal(path / "fastload.json", version=2, delta=body["delta"])
+        if rank == 0:
+            rewrite(tmp_path / "1", path, change)
+        dist.barrier()
         for into in (first, changed(first, 4, 0.5)):
             tensors = copy.deepcopy(into)
-            with pytest.raises(ManifestError, match=text):
+            with pytest.raises(kind, match=text):
                 fastload.load(path, into=tensors, options=ATOMIC)
             assert_same_bits(tensors, into)
+
+
+def rewrite(source: Path, path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Copies a delta with other contents, of which the checksums are right."""
+    body = json.loads((source / "fastload.json").read_bytes())
+    path.mkdir()
+    stored = load_file(source / "delta.safetensors")
+    change(stored)
+    save_file(stored, path / "delta.safetensors")
+    record_by_hand(path, 4096, state=body["state"])
+    seal(path / "fastload.json", version=2, delta=body["delta"])

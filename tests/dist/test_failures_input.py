@@ -260,7 +260,7 @@ def test_ranks_that_do_not_ask_for_the_same(tmp_path: Path) -> None:
 
 
 def unusable(rank: int, world: int, path: Path) -> list[Outcome]:
-    """Rank 1 fails before it can even ask: with a bad environment, a bad path, a bad scheme."""
+    """Rank 1 fails before it can even ask: with a bad environment, path, scheme, or options."""
     ends = []
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -269,18 +269,22 @@ def unusable(rank: int, world: int, path: Path) -> list[Outcome]:
     patient = options(timeout_s=PATIENT_S)
     ends.append(outcome_of(lambda: fastload.load(17 if rank == 1 else path, options=patient)))  # type: ignore[arg-type]
     ends.append(outcome_of(lambda: fastload.load("no://x" if rank == 1 else path, options=patient)))
+    given: Any = fastload.SaveOptions(timeout_s=PATIENT_S) if rank == 1 else patient
+    ends.append(outcome_of(lambda: fastload.load(path, options=given)))
     assert is_intact(fastload.load(path, options=options(timeout_s=20)))
     return ends
 
 
 def test_rank_that_cannot_begin_tells_the_others(tmp_path: Path) -> None:
     ends = run_ranks(unusable, 3, path=checkpoint(tmp_path / "x.safetensors"))
-    for environment, path, scheme in ends:
+    for environment, path, scheme, given in ends:
         assert environment.causes == {1: "OptionError"}
         assert "FASTLOAD_RETRIES" in environment.text
         assert path.causes == {1: "OptionError"}
         assert scheme.causes == {1: "OptionError"}
-        assert max(environment.seconds, path.seconds, scheme.seconds) < TOLD_S
+        assert given.causes == {1: "OptionError"}
+        assert "options= is a SaveOptions: pass fastload.LoadOptions" in given.text
+        assert max(end.seconds for end in (environment, path, scheme, given)) < TOLD_S
 
 
 def misfit(rank: int, world: int, path: Path) -> Outcome:

@@ -286,9 +286,10 @@ def test_what_another_user_may_not_read() -> None:
     program = """
 import os, sys
 from fastload.training.catalog import Catalog
+from fastload.options import Patience
 from fastload.storage import locate
 os.setuid(65534)
-for one in Catalog(locate(sys.argv[1]), None, timeout_s=10, retries=0).entries():
+for one in Catalog(locate(sys.argv[1]), None, Patience(0, 10)).entries():
     print(one.step, one.state, one.problem)
 """
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are for their user alone

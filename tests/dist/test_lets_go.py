@@ -34,13 +34,16 @@ from tests.dist.hosts import can_mount, mount_disk
 CHUNK_BYTES = 16 << 10
 ROWS = [(f"t{number}", "F32", (20_000 + number,)) for number in range(6)]
 BLOCK_BYTES = 5000
+Call = Callable[[Path, Path], None]
 
 
 @pytest.fixture
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shared") / "saved"
-    write_sharded(folder, {"a.safetensors": ROWS[:3], "b.safetensors": ROWS[3:]}, index=True)
-    record_by_hand(folder, BLOCK_BYTES)
+    folder = tmp_path_factory.mktemp("shared")
+    for name in ("good", "damaged"):
+        write_sharded(folder / name, {"a.safetensors": ROWS[:3], "b.safetensors": ROWS[3:]}, index=True)
+        record_by_hand(folder / name, BLOCK_BYTES)
+    flip(folder / "damaged" / "b.safetensors", 200_000)
     return folder
 
 
@@ -120,22 +123,27 @@ def fails(call: Callable[[], None]) -> bool:
     return False
 
 
-def kept_after_failure(
-    rank: int,
-    world: int,
-    call: Callable[[Path, Path], None],
-    what: str,
-    tmp_path: Path,
-    saved: Path,
-    disks: Path,
+def kept_after_failures(
+    rank: int, world: int, cases: list[tuple[Call, str]], tmp_path: Path, saved: Path, disks: Path
 ) -> None:
     disk = mount_disk(tmp_path, disks, rank) if world > 1 and can_mount() else tmp_path
     gc.collect()
     gc.disable()
-    patch = pytest.MonkeyPatch()
-    made = noted_buffers(patch)
-    if what.startswith("all-") or rank == world - 1:
-        strike(patch, what.removeprefix("all-"))
+    for call, what in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            made = noted_buffers(patch)
+            if what.startswith("all-") or rank == world - 1:
+                strike(patch, what.removeprefix("all-"))
+            try:
+                nothing_is_kept(world, call, saved / ("damaged" if what == "damage" else "good"), disk, made)
+            except BaseException as error:
+                error.add_note(f"in {call.__name__}, {what}")
+                raise
+
+
+def nothing_is_kept(
+    world: int, call: Call, saved: Path, disk: Path, made: list[weakref.ref[torch.Tensor]]
+) -> None:
     descriptors: list[int] = []
     for _ in range(4):
         assert fails(partial(call, saved, disk))
@@ -152,19 +160,14 @@ def kept_after_failure(
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
+def test_nothing_is_kept(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, saved: Path, world: int
+) -> None:
+    cases = [
         (load, "all-read"), (load, "damage"), (load_into_what_refuses, "nothing"),
         (verify, "read"), (verify, "all-read"), (verify, "damage"),
         (stage, "all-read"), (stage, "damage"), (stage, "write"), (stage, "all-write"),
         (stage, "place"), (stage, "note"), (stage, "flush"),
-    ],
-)  # fmt: skip
-def test_nothing_is_kept(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, saved: Path, call: Any, what: str, world: int
-) -> None:
-    if what == "damage":
-        flip(saved / "b.safetensors", 200_000)
+    ]  # fmt: skip
     disks = tmp_path_factory.mktemp("disks")
-    run_ranks(kept_after_failure, world, call=call, what=what, tmp_path=tmp_path, saved=saved, disks=disks)
+    run_ranks(kept_after_failures, world, cases=cases, tmp_path=tmp_path, saved=saved, disks=disks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -194,38 +195,48 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-@prepared(LAYOUTS)
+@pytest.fixture
+def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    return [make(tmp_path / make.__name__) for make in request.param]
+
+
+def all_prepared(make: list[Make]) -> Any:
+    """Gives a test the paths of several checkpoints, for one world."""
+    return pytest.mark.parametrize("paths", [make], indirect=True, ids=[""])
+
+
+@all_prepared(LAYOUTS)
 @ranks(3, same=True)
-def test_layouts(rank: int, world: int, path: Path) -> list[str]:
+def test_layouts(rank: int, world: int, paths: list[Path]) -> list[str]:
     digests = []
-    for strategy in STRATEGIES:
+    for path, strategy in itertools.product(paths, STRATEGIES):
         tensors, report = load(path, strategy=strategy)
-        assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())
+        assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values()), path
         digests.append(check(path, tensors))
     return digests
 
 
-@prepared(CONTENTS)
+@all_prepared(CONTENTS)
 @ranks(5, same=True)
-def test_contents(rank: int, world: int, path: Path) -> list[str]:
+def test_contents(rank: int, world: int, paths: list[Path]) -> list[str]:
     digests = []
-    for strategy in EXCHANGES:
+    for path, strategy in itertools.product(paths, EXCHANGES):
         tensors, report = load(path, strategy=strategy)
-        assert report.num_tensors == len(tensors)
-        assert report.strategy == strategy
+        assert report.num_tensors == len(tensors), path
+        assert report.strategy == strategy, path
         digests.append(check(path, tensors))
     return digests
 
 
-@prepared([odd_offsets, every_dtype])
+@all_prepared([odd_offsets, every_dtype])
 @ranks(1, 2, 8, same=True)
-def test_world_sizes(rank: int, world: int, path: Path) -> list[str]:
+def test_world_sizes(rank: int, world: int, paths: list[Path]) -> list[str]:
     digests = []
-    for strategy in STRATEGIES:
+    for path, strategy in itertools.product(paths, STRATEGIES):
         tensors, report = load(path, strategy=strategy)
         if world > 1 and strategy != "auto":
-            assert report.strategy == strategy
-        assert len(report.ranks) == world
+            assert report.strategy == strategy, path
+        assert len(report.ranks) == world, path
         digests.append(check(path, tensors))
     return digests
 

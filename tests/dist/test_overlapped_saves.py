@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastload
@@ -274,6 +275,30 @@ def test_a_failed_save_holds_no_step(rank: int, world: int, tmp_path: Path) -> N
         handle.wait(PATIENCE_S)
     assert not _global_optimizer_pre_hooks
     optimizer.step()
+
+
+@ranks(2)
+def test_states_of_the_same_names_and_lengths_saved_in_turn(rank: int, world: int, tmp_path: Path) -> None:
+    """Nothing of one save describes the next one: neither shapes, dtypes, placements nor values."""
+    mesh, numbers = init_device_mesh("cpu", (2,)), torch.arange(WIDTH * WIDTH, dtype=torch.int32)
+    square = numbers.view(WIDTH, WIDTH)
+    states: list[tuple[Any, Tensor]] = [
+        (lambda of: of, square),
+        (lambda of: of, square.view(WIDTH // 2, -1)),
+        (lambda of: of, square.view(torch.float32)),
+        (lambda of: distribute_tensor(of, mesh, [Shard(0)]), square),
+        (lambda of: distribute_tensor(of, mesh, [Shard(1)]), square),
+        (lambda of: distribute_tensor(of, mesh, [Replicate()]), square),
+    ]
+    for number, (place, whole) in enumerate(2 * states):
+        handle = fastload.async_save(
+            {"w": place(whole + number), "number": number}, tmp_path / str(number), options=OVERLAP
+        )
+        handle.wait(PATIENCE_S)
+        loaded = fastload.load(tmp_path / str(number))
+        assert loaded["w"].dtype is whole.dtype
+        assert torch.equal(loaded["w"], whole + number)
+        assert loaded["number"] == number
 
 
 @ranks(2, deadline_s=90)

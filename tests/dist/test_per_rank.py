@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import logging
 import os
 import random
 import subprocess
@@ -26,6 +25,7 @@ from fastload.cli.load import load
 from fastload.errors import MismatchError, OptionError, PlanMismatch
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import mount_disk
+from tests.dist.test_manager import warned
 from tests.dist.test_readers import pytestmark as needs_mounts
 from tests.e2e.forked import forking_python
 from tests.unit.test_state import assert_same
@@ -186,12 +186,12 @@ def save_them(rank: int, world: int, path: Path) -> None:
 
 
 def load_elsewhere(rank: int, world: int, path: Path) -> None:
-    logging.getLogger("fastload").setLevel(logging.WARNING)
+    with warned("fastload") as logged:
+        load_with_warnings(rank, world, path, logged)
+
+
+def load_with_warnings(rank: int, world: int, path: Path, logged: list[str]) -> None:
     here = "2 ranks" if world == 2 else "one rank"
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fastload").addHandler(handler)
     into = {
         "model": nn.Linear(90, 90),
         "rng": (rng := torch.full((5056,), 7, dtype=torch.uint8)),

@@ -224,7 +224,7 @@ def test_what_one_rank_cannot_take_is_one_error_on_all(rank: int, world: int, sa
         into = make(state, mesh, rank)
         before = locals_of(into)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Session, "settle", lambda *_, **__: pytest.fail("data move"))
+            patch.setattr(Session, "run", lambda *_, **__: pytest.fail("data move"))
             with pytest.raises(PeerError, match=rf"(?s)rank 1 .*{text}") as raised:
                 fastload.load(saved, into=into, strict=False, options=OPTIONS)
         assert {each: type(cause) for each, cause in raised.value.failures.items()} == {1: MismatchError}

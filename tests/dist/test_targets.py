@@ -37,7 +37,7 @@ def matched(path: Path, into: Any, **arguments: Any) -> Match:
     with fastload.open(path) as checkpoint:
         manifest = checkpoint.manifest
     group = tuple(range(dist.get_world_size()))
-    return LoadRequest(into, **arguments).match(manifest, group=group)
+    return LoadRequest(into, **arguments).match(manifest, members=group)
 
 
 def fill(found: Match, saved: Mapping[str, Tensor]) -> Any:
@@ -446,7 +446,7 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
         fastload.open(tmp_path / "c") as checkpoint,
         pytest.raises(MismatchError, match="on a mesh with ranks 2, 3,"),
     ):
-        LoadRequest({"a": whole}).match(checkpoint.manifest, group=(0, 1))
+        LoadRequest({"a": whole}).match(checkpoint.manifest, members=(0, 1))
     on_half = DTensor.from_local(torch.zeros(4, 2), half, [Shard(0)], shape=torch.Size((8, 2)), stride=(2, 1))
     assert len(matched(tmp_path / "c", {"a": on_half}).destinations) == (1 if rank < 2 else 0)
 

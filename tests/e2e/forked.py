@@ -7,6 +7,7 @@ the child of who starts it, or gets a signal that is sent to all children, take 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import os
 import subprocess
@@ -17,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from tests.dist.zygote import serve_store
+__all__ = ["Forked", "forking_python", "forking_variables", "make_folder", "run_forked"]
 
-__all__ = ["Forked", "forking_python", "forking_variables", "run_forked"]
+FOLDER = "FASTLOAD_FORK_FOLDER"  # environment: of the server
 
 _ROOT = Path(__file__).resolve().parents[2]
+_ENVIRONMENT = dict(os.environ)  # as it is before tests change it: modules read it when they are imported
 _CLIENT = """#!{python} -IS
 import sys
 sys.path.append({folder!r})
@@ -30,11 +32,33 @@ fork_client.main({server!r}, {python!r}, [*{first!r}, *sys.argv[1:]])
 """
 
 
+def make_folder() -> Path:
+    """Makes a folder for one server, which lives as long as this process; its children find it by FOLDER.
+
+    So the workers of one run of pytest have one server together, whichever of them starts it.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="fastload-fork-")
+    path = Path(folder.name)
+    os.mkfifo(path / "alive")
+    alive = os.open(path / "alive", os.O_RDWR | os.O_CLOEXEC)  # a server reads from it to the end
+    atexit.register(folder.cleanup)
+    atexit.register(os.close, alive)
+    os.environ[FOLDER] = folder.name
+    return path
+
+
 @functools.cache
 def _environment() -> Path:
     """Returns a folder like that of a virtual environment, with `bin/python` and `bin/torchrun` that fork."""
-    folder = tempfile.TemporaryDirectory(prefix="fastload-fork-")
-    path = Path(folder.name)
+    path = Path(os.environ[FOLDER]) if FOLDER in os.environ else make_folder()
+    with (path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (path / "socket").exists():
+            _start(path)
+    return path
+
+
+def _start(path: Path) -> None:
     binaries, socket = path / "bin", path / "socket"
     binaries.mkdir()
     for name, first in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
@@ -48,24 +72,21 @@ def _environment() -> Path:
         (binaries / name).chmod(0o755)
     # One thread only: the pools of OpenBLAS and OpenMP would start with the import.
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.fork_server", str(socket)],
-        stdin=subprocess.PIPE,  # its end is that of the server
-        stdout=subprocess.DEVNULL,
-        cwd=_ROOT,
-        env={**os.environ, **single, "PYTHONPATH": str(_ROOT)},
-        start_new_session=True,
-    )
-    assert server.stdin is not None
-    atexit.register(folder.cleanup)
-    atexit.register(server.wait, 10)
-    atexit.register(server.stdin.close)
+    with (path / "alive").open("rb", buffering=0) as alive:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.fork_server", str(socket)],
+            stdin=alive,  # its end is that of the server
+            stdout=subprocess.DEVNULL,
+            cwd=_ROOT,
+            env={**_ENVIRONMENT, **single, "PYTHONPATH": str(_ROOT)},
+            start_new_session=True,
+        )
     deadline = time.monotonic() + 60
     while not socket.exists():
         assert time.monotonic() < deadline
         assert server.poll() is None, "the server died"
         time.sleep(0.02)
-    return path
+    server.returncode = 0  # it outlives this process: Popen is not to complain
 
 
 def forking_python() -> str:
@@ -94,6 +115,8 @@ class Forked:
     def __init__(
         self, words: Sequence[str], *, ranks: int = 0, cwd: Path, env: Mapping[str, str], out: Path, err: Path
     ) -> None:
+        from tests.dist.zygote import serve_store  # not above: whoever makes a folder has no need of torch
+
         self._words, self._out, self._err = list(words), out, err
         self._store = serve_store(timedelta(seconds=60)) if ranks else None
         environments = [dict(env)]

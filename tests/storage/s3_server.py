@@ -25,6 +25,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from fastload.options import Patience
 from fastload.storage import locate
 from fastload.storage.s3 import S3Bucket
 
@@ -40,7 +41,7 @@ _STARTED_WITHIN_S = 20.0
 def client_of(options: Mapping[str, Any]) -> Any:
     """Returns boto3's client for a server, as a save makes it."""
     root = locate(f"s3://{BUCKET}")
-    bucket = S3Bucket(root, options, url=root.url, timeout_s=20, attempt_s=10, retries=2)
+    bucket = S3Bucket(root, options, url=root.url, patience=Patience(2, 20, 10))
     return bucket.client
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME
+from fastload.options import Patience
 from fastload.storage import Target, open_storage, open_target
 from tests.e2e.forked import forking_python
 
@@ -60,7 +61,7 @@ class TargetContract:
         return f"{root}/step-7"
 
     def target(self, url: str) -> Target:
-        return open_target(url, NAMES, self.options, timeout_s=20, attempt_s=10)
+        return open_target(url, NAMES, self.options, patience=Patience(4, 20, 10))
 
     @pytest.fixture
     def files(self, root: str) -> dict[str, bytes]:

@@ -88,7 +88,7 @@ def test_a_load_reads_the_commit_of_the_moment(
 ) -> None:
     repo = hub.repos["org/model"]
     first = repo.refs["main"]
-    with caplog.at_level(logging.INFO), fastload.open("hf://org/model") as opened:
+    with caplog.at_level(logging.INFO, "fastload"), fastload.open("hf://org/model") as opened:
         repo.commit({name: content[::-1] for name, content in files_in(checkpoint).items()})
         assert_same_bits(opened.load(), load_reference(checkpoint))
         assert [file.version.partition(":")[0] for file in opened.manifest.files] == [first] * 2

@@ -19,6 +19,7 @@ import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
+from fastload.options import Patience
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.split import split_evenly
 from fastload.storage import Target, object_target, open_target
@@ -324,7 +325,7 @@ def test_writes_that_wait_for_one_that_fails_end_with_it(root: str) -> None:
 @pytest.fixture
 def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectTarget]:
     monkeypatch.setattr(s3_uploads, "_PART_BYTES", 1 << 20)
-    target = open_target(f"s3://{BUCKET}/{uuid.uuid4().hex}/step", NAMES, s3, timeout_s=20, attempt_s=10)
+    target = open_target(f"s3://{BUCKET}/{uuid.uuid4().hex}/step", NAMES, s3, patience=Patience(4, 20, 10))
     assert isinstance(target, ObjectTarget)
     yield target
     target.abort()
@@ -421,9 +422,7 @@ def test_a_lost_answer_to_the_owner_file_is_no_error(seaweed: dict[str, Any]) ->
     """The next attempt finds one there: its own."""
     with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-        target = open_target(
-            url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=1
-        )
+        target = open_target(url, NAMES, {**seaweed, "endpoint": proxy.url}, patience=Patience(1, 10, 5))
         proxy.loses = [("PUT", SAVING_NAME)]
         save(target, NEW)
         assert proxy.loses == []
@@ -434,7 +433,7 @@ def test_a_lost_answer_to_the_owner_file_is_no_error(seaweed: dict[str, Any]) ->
 def test_a_store_that_is_busy_for_a_while_is_outlasted(seaweed: dict[str, Any]) -> None:
     with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-        target = open_target(url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=20, attempt_s=10)
+        target = open_target(url, NAMES, {**seaweed, "endpoint": proxy.url}, patience=Patience(4, 20, 10))
         proxy.fails = {("PUT", RECORD_NAME): 503}
         calm = threading.Timer(3.0, proxy.fails.clear)
         calm.start()
@@ -465,7 +464,7 @@ def test_a_store_that_is_away_for_a_while_is_outlasted_at_any_moment(seaweed: di
         try:
             with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
                 target = open_target(
-                    url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=60, attempt_s=10
+                    url, NAMES, {**seaweed, "endpoint": proxy.url}, patience=Patience(4, 60, 10)
                 )
                 proxy.dies = moment
                 save(target, NEW)
@@ -499,7 +498,7 @@ def test_an_upload_that_cannot_begin_is_what_is_told(s3: dict[str, Any]) -> None
     """Not that those begun before it cannot be ended either."""
     with serving(FlakyProxy(s3["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-        target = open_target(url, NAMES, {**s3, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=0)
+        target = open_target(url, NAMES, {**s3, "endpoint": proxy.url}, patience=Patience(0, 10, 5))
         proxy.fails = {("POST", "b?uploads"): 403, ("DELETE", "uploadId"): 403}
         with pytest.raises(StorageError, match="CreateMultipartUpload"):
             target.prepare([("a", 5), ("b", 5)], overwrite=False)
@@ -581,7 +580,7 @@ def test_old_uploads_that_nobody_owns_are_ended(
 def test_a_part_that_fails_for_good(tmp_path: Path) -> None:
     with s3_server(tmp_path) as options:
         url = f"s3://{BUCKET}/runs/step"
-        target = open_target(url, NAMES, options, timeout_s=10, attempt_s=2, retries=1)
+        target = open_target(url, NAMES, options, patience=Patience(1, 10, 2))
         target.prepare([("a", 5)], overwrite=False)
     with pytest.raises(StorageError, match=rf"{url}/a \[bytes 0-5\]: EndpointConnectionError"):
         target.write("a", 0, memoryview(b"abcde"))

@@ -15,6 +15,7 @@ import pytest
 
 from fastload.errors import OptionError
 from fastload.formats.names import NAMES
+from fastload.options import Patience
 from fastload.storage import Target, object_target, open_target
 from fastload.storage import s3 as s3_uploads
 from fastload.storage.local_target import LocalTarget
@@ -118,7 +119,10 @@ class TestS3(TargetContract):
     def leftovers(self, root: str) -> list[str]:
         client, prefix = self.client(), root.removeprefix(f"s3://{BUCKET}/")
         objects = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
-        uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", ())
+        try:
+            uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", ())
+        except client.exceptions.NoSuchUpload:  # rclone, until the bucket has its first one
+            uploads = ()
         return hidden([found["Key"] for found in objects]) + [found["Key"] for found in uploads]
 
 
@@ -154,9 +158,10 @@ class TestSeaweed(TestS3):
         found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix, Delimiter="/")
         assert found.get("CommonPrefixes", []) == []
 
-    @pytest.mark.parametrize("folder", ["a b", "50%", "a%20b", "a#b?c=d", "ünïcode", "end "])
-    def test_a_url_says_the_keys_as_they_are(self, root: str, folder: str, files: dict[str, bytes]) -> None:
-        for url in (f"{root}/{folder}", f"{root}/{folder}/step"):
+    def test_a_url_says_the_keys_as_they_are(self, root: str, files: dict[str, bytes]) -> None:
+        for url in (
+            f"{root}/{name}" for name in ("a b", "50%", "a%20b/step", "a#b?c=d", "ünïcode/step", "end ")
+        ):
             self.save(url, files)
             assert self.read(url) == {**files, **dict(small_files(files))}
             prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
@@ -190,7 +195,7 @@ class TestObstore(TestS3):
 
     def target(self, url: str) -> Target:
         parent, _, name = url.rpartition("/")
-        bucket = ObstoreBucket(parent, self.options, timeout_s=20, attempt_s=10, retries=2)
+        bucket = ObstoreBucket(parent, self.options, patience=Patience(2, 20, 10))
         return ObjectTarget(url, bucket, name, NAMES, Streams(bucket, timeout_s=20))
 
 
@@ -200,7 +205,7 @@ class TestObstoreMemory(TargetContract):
     processes = False
 
     def place(self, where: str) -> str:
-        self.bucket = ObstoreBucket("memory:///", {}, timeout_s=20, attempt_s=10, retries=2)
+        self.bucket = ObstoreBucket("memory:///", {}, patience=Patience(2, 20, 10))
         return f"memory://{where}"
 
     def target(self, url: str) -> Target:

@@ -307,13 +307,13 @@ def test_the_digest_changes_with_everything_that_matters() -> None:
         lay_out_small(u8("a", 8), u8("b", 8), block_bytes=8),
         replace(layout, files=(replace(layout.files[0], name="other"),)),
     ]
-    assert len({layout.digest(), *(other.digest() for other in others)}) == 1 + len(others)
-    assert layout.digest() == lay_out_small(u8("a", 8), u8("b", 8)).digest()
+    assert len({layout.digest, *(other.digest for other in others)}) == 1 + len(others)
+    assert layout.digest == lay_out_small(u8("a", 8), u8("b", 8)).digest
 
 
 def layout_and_shares() -> str:
     layout = lay_out_small(*big(1000), max_shard_bytes=20_000)
-    return f"{layout.digest()} {split_evenly(layout, num_writers=3, align_bytes=4096)}"
+    return f"{layout.digest} {split_evenly(layout, num_writers=3, align_bytes=4096)}"
 
 
 def test_another_process_makes_the_same_layout(elsewhere: Callable[[Any], str]) -> None:

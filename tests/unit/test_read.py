@@ -14,6 +14,7 @@ import pytest
 from fastload.errors import Interrupted, StorageError
 from fastload.formats.manifest import FileEntry
 from fastload.geometry.ranges import ByteRange
+from fastload.options import Patience
 from fastload.storage import PatientStorage, retry
 from fastload.storage.local import LocalStorage
 from fastload.transfer.read import ChunkReader, refuse
@@ -24,7 +25,7 @@ _TEXT = b"0123456789abcdef"
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[PatientStorage]:
     (tmp_path / "file").write_bytes(_TEXT)
-    storage = PatientStorage(LocalStorage(str(tmp_path)), retries=0, timeout_s=30.0)
+    storage = PatientStorage(LocalStorage(str(tmp_path)), Patience(0))
     yield storage
     storage.close()
 
@@ -44,7 +45,7 @@ def test_there_may_be_very_many_retries(monkeypatch: pytest.MonkeyPatch) -> None
             raise TimeoutError
         return attempt
 
-    assert retry.patiently(ask, lambda error: True, retries=1100, timeout_s=600.0) == 1101
+    assert retry.patiently(ask, lambda error: True, patience=Patience(1100, 600.0)) == 1101
 
 
 def test_a_thread_that_is_slow_to_end_is_no_read_under_way(storage: PatientStorage) -> None:
@@ -94,7 +95,7 @@ class Slow(LocalStorage):
 def test_a_storage_is_closed_once_no_read_is_under_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(_TEXT)
     slow, buffer = Slow(str(tmp_path)), bytearray(len(_TEXT))
-    storage = PatientStorage(slow, retries=0, timeout_s=30.0)
+    storage = PatientStorage(slow, Patience(0))
     reader = reader_of(storage, "file")
     read = reader.submit([ByteRange(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
     assert slow.asked.wait(30.0)
@@ -130,7 +131,7 @@ def test_spans_with_little_between_them_are_one_request(tmp_path: Path, is_local
         (tmp_path / name).write_bytes(content)
     local = Requests(str(tmp_path))
     local.probes = is_local
-    storage = PatientStorage(local, retries=0, timeout_s=30.0)
+    storage = PatientStorage(local, Patience(0))
     reader = ChunkReader(
         storage,
         [FileEntry(name, len(content), "", "") for name in "ab"],
