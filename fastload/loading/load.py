@@ -41,7 +41,7 @@ from fastload.transfer.buffers import Plan
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
-from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
+from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
 from fastload.transfer.read import ChunkReader, Guards, HeldBytes, Verifier, refuse
 from fastload.transfer.routed_plan import Holders, RoutedPlan, plan_routes
@@ -807,14 +807,12 @@ def open_job(
     destinations = (
         writer or matched.match.stream_buffer or TensorWriter(matched.match.destinations, opened.cores)
     )
-    pipeline = open_pipeline(
+    pipeline = Pipeline(
         opened.world,
         plan,
         reader,
         destinations,
-        order=ring_order(access.hosts),
         machines=access.machines,
-        hosts=access.hosts,
         device=matched.match.device,
         backend="" if matched.decision.alone else matched.backend,
         progress=options.progress,

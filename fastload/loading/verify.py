@@ -18,7 +18,7 @@ from fastload.loading.access import Access
 from fastload.loading.load import Session
 from fastload.loading.targets import TensorWriter
 from fastload.report import RankReport, VerifyReport
-from fastload.transfer.pipeline import Pipeline, open_pipeline
+from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.plan import plan_transfer
 from fastload.transfer.read import ChecksumCollector, ChunkReader, Damage, Verifier
 
@@ -119,7 +119,7 @@ class CompleteRead:
                 progress(min(next(rounds) * round_bytes, plan.total_bytes), plan.total_bytes)
 
         nowhere = TensorWriter([])
-        return open_pipeline(world, plan, self.reader, nowhere, order=(), machines=(), progress=note)
+        return Pipeline(world, plan, self.reader, nowhere, progress=note)
 
     def _rank_report(self, total_s: float, already_read: int, staged_bytes: int) -> RankReport:
         world, access = self._world, self._access

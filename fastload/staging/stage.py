@@ -40,7 +40,7 @@ from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
 from fastload.storage.location import HTTP
 from fastload.transfer.links import accept_offers
-from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
+from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader, refuse
 
@@ -281,15 +281,7 @@ class Stage:
             check=check,
             num_threads=options.write_threads,
         )
-        pipeline = open_pipeline(
-            world,
-            plan,
-            reader,
-            writer,
-            order=leaders.all,
-            machines=range(world.size),
-            progress=options.progress,
-        )
+        pipeline = Pipeline(world, plan, reader, writer, progress=options.progress)
         return _Job(storage, check, writer, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:

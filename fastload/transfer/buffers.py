@@ -127,9 +127,8 @@ class Buffers:
             buffer_bytes = _with_directory(buffer_bytes)
         if self._on_device:
             num_buffers = self.depth = min(self.depth, plan.depth_within(buffer_bytes + own_bytes))
-        allocated = [transport.allocate(buffer_bytes, own_bytes) for _ in range(num_buffers)]
-        self._buffers = [buffer for buffer, _ in allocated]
-        self._own = [own for _, own in allocated if own is not None]
+        self._buffers = [transport.allocate(buffer_bytes) for _ in range(num_buffers)]
+        self._own = [transport.allocate_own(own_bytes) for _ in range(num_buffers if self._on_device else 0)]
         self._most = [0] * num_buffers
 
     @property

@@ -344,8 +344,8 @@ class DeviceTransport(_BackendTransport):
         self._broadcast = GridBroadcast(self._grid, self._rank, groups, self._in_phase)
         self._events.begin()
 
-    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
-        buffer = allocate((buffer_bytes,), torch.uint8, self.device)
+    def allocate(self, nbytes: int) -> FlatBuffer:
+        buffer = allocate((nbytes,), torch.uint8, self.device)
         # Allocated here: a rank that ran out of memory in a round would leave the others waiting.
         statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
         for stream in self._streams:
@@ -354,7 +354,7 @@ class DeviceTransport(_BackendTransport):
             buffer.record_stream(stream)
             statuses.record_stream(stream)
         self._statuses.append(statuses)
-        return FlatBuffer(buffer), self.allocate_own(own_bytes)
+        return FlatBuffer(buffer)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -489,11 +489,11 @@ class RoutedDeviceTransport(_BackendTransport):
         )
         self._events.begin()
 
-    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
-        buffer = allocate((buffer_bytes,), torch.uint8, self.device)
+    def allocate(self, nbytes: int) -> FlatBuffer:
+        buffer = allocate((nbytes,), torch.uint8, self.device)
         buffer.record_stream(self._packing)
         buffer.record_stream(self._moving)
-        return FlatBuffer(buffer), self.allocate_own(own_bytes)
+        return FlatBuffer(buffer)
 
     def post(self, work: Round) -> None:
         # The caller's kernels may still use the memory.

@@ -236,10 +236,8 @@ class HostTransport(Transport):
             self._expect_notices()
             self._relay.begin()
 
-    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[Buffer, Tensor | None]:
-        if self._shared is not None:
-            return self._shared.allocate(buffer_bytes), None
-        return super().allocate(buffer_bytes, own_bytes)
+    def allocate(self, nbytes: int) -> Buffer:
+        return self._shared.allocate(nbytes) if self._shared is not None else super().allocate(nbytes)
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:

@@ -23,54 +23,15 @@ from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import FAILED, UNREADABLE, LocalTransport, Round, Transport, wait
 
 
-def open_pipeline(
-    world: World,
-    plan: Plan,
-    reader: ChunkReader,
-    destinations: Destinations,
-    *,
-    order: Sequence[int],
-    machines: Sequence[Hashable],
-    hosts: Sequence[str] = (),
-    device: torch.device | None = None,
-    backend: str = "",
-    progress: Callable[[int, int], None] | None,
-) -> Pipeline:
-    """Opens a pipeline, with the transport that fits its plan and the device.
-
-    Args:
-        world: The ranks.
-        plan: The plan.
-        reader: Reads this rank's chunks.
-        destinations: The destinations of the bytes.
-        order: The ranks that take part, those of a host next to each other.
-        machines: For each rank of the world, what it has in common with those it can share memory with.
-        hosts: Host of each rank, for transports between devices.
-        device: Where the tensors will live on this rank; host memory if None.
-        backend: What moves data between the devices of all ranks; empty if nothing does.
-        progress: See `Pipeline`.
-
-    Raises:
-        MemoryError: Staging buffers do not fit into memory.
-    """
-    transport = _open_transport(world, plan, order, machines, hosts, device, backend)
-    return Pipeline(world, plan, reader, transport, destinations, progress)
-
-
 def _open_transport(
-    world: World,
-    plan: Plan,
-    order: Sequence[int],
-    machines: Sequence[Hashable],
-    hosts: Sequence[str],
-    device: torch.device | None,
-    backend: str,
+    world: World, plan: Plan, machines: Sequence[Hashable], device: torch.device | None, backend: str
 ) -> Transport:
+    """Opens the transport that fits a plan and the device; arguments are those of `Pipeline`."""
     pinned = device is not None and is_accelerator(device)
     if backend and device is not None and isinstance(plan, TransferPlan):
         from fastload.transfer.device_transport import DeviceTransport
 
-        return DeviceTransport(world, device, backend, hosts)
+        return DeviceTransport(world, device, backend, plan.hosts)
     if not plan.exchanges:
         return LocalTransport(world.rank, pinned=pinned)
     if backend and device is not None and isinstance(plan, RoutedPlan):
@@ -83,8 +44,8 @@ def _open_transport(
     from fastload.transfer.messages import Routing, sharing_domains
 
     # Shared memory takes one buffer more than rounds in flight, so at least two.
-    domains = sharing_domains(machines, plan.groups if plan.depth > 1 else ())
-    routing = Routing(world.rank, order, [domains[rank] for rank in order])
+    domains = sharing_domains(machines or range(world.size), plan.groups if plan.depth > 1 else ())
+    routing = Routing(world.rank, plan.order, [domains[rank] for rank in plan.order])
     return HostTransport(world, routing, plan.pairs(world.rank), pinned=pinned)
 
 
@@ -255,7 +216,7 @@ def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_
 
 
 class Pipeline:
-    """Moves all rounds of a plan through read, exchange and place.
+    """Moves all rounds of a plan through read, exchange and place, by the transport that fits.
 
     The reader's threads read this rank's chunks. One thread passes them to the transport in plan order. The
     caller's thread places what has arrived and posts the next round into the free buffer. So at most
@@ -271,17 +232,23 @@ class Pipeline:
         world: The ranks, with the failure flag.
         plan: The plan.
         reader: Reads this rank's chunks.
-        transport: Sends and receives messages.
         destinations: The destinations of the bytes.
+        machines: For each rank of the world, what it has in common with those it can share memory with; empty
+            if no ranks share any.
+        device: Where the tensors will live on this rank; host memory if None.
+        backend: What moves data between the devices of all ranks; empty if nothing does.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
         plan: As given.
         reader: As given.
-        transport: As given.
+        transport: Sends and receives messages.
         broken: Readers that dropped out; the same on every rank.
         ends_before: Called with the number of each round, over all plans, before it begins. True ends the
             transfer after the rounds in flight. It has to return True for the same round on all ranks.
+
+    Raises:
+        MemoryError: Staging buffers do not fit into memory.
     """
 
     def __init__(
@@ -289,17 +256,20 @@ class Pipeline:
         world: World,
         plan: Plan,
         reader: ChunkReader,
-        transport: Transport,
         destinations: Destinations,
+        *,
+        machines: Sequence[Hashable] = (),
+        device: torch.device | None = None,
+        backend: str = "",
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._world = world
         self.plan = plan
         self.reader = reader
-        self.transport = transport
+        self.transport = _open_transport(world, plan, machines, device, backend)
         self._placing = _Placing(world.rank, destinations, progress)
-        self._buffers = Buffers(plan, world.rank, transport, destinations)
-        self._starter = Starter(reader, transport)
+        self._buffers = Buffers(plan, world.rank, self.transport, destinations)
+        self._starter = Starter(reader, self.transport)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
         self._first_index = 0
         self._num_posted = 0
@@ -375,11 +345,13 @@ class Pipeline:
                 plan = yield from self._run_plan(plan)
         except BaseException as error:
             self.reader.stop()
-            if not isinstance(error, Interrupted):
+            if not isinstance(error, Interrupted | DeadlineExceeded):
                 raise
             # This rank's failure to read comes first: the ranks that wait for its chunk may have given up
             # before it did.
             cause = self._starter.read_error or self.reader.overdue(self._world.patience_s / 2)
+            if cause is None and isinstance(error, DeadlineExceeded):
+                cause = Interrupted(str(error))
             if cause is None:
                 raise
             try:
@@ -438,10 +410,7 @@ class Pipeline:
     def _post(self, plan: Plan, index: int) -> Round:
         """Posts the receives of a round and begins to read this rank's chunk."""
         number = self._first_index + index
-        try:
-            self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
-        except DeadlineExceeded as late:
-            raise Interrupted(str(late)) from None
+        self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         own, read = self._ahead.take(index)
         work = self._buffers.prepare(plan, index, number, own)
         self.transport.post(work)
@@ -456,34 +425,28 @@ class Pipeline:
 
     def _finish(self, plan: Plan, index: int, work: Round) -> list[int]:
         """Places a round once it has arrived; returns the readers whose chunks are missing."""
-        statuses = self._await(work)
-        if lost := [rank for rank, status in statuses.items() if status != UNREADABLE]:
+        self._await(work)
+        if lost := [rank for rank, status in work.statuses.items() if status != UNREADABLE]:
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         self._placing.place(work.index, self._buffers.arrivals(work), self._buffers.wanted_bytes)
         # In one order on all ranks, which determines how the rest is dealt.
-        return [rank for rank in sorted(statuses) if plan.chunk(index, rank).nbytes]
+        return [rank for rank in sorted(work.statuses) if plan.chunk(index, rank).nbytes]
 
-    def _await(self, work: Round) -> dict[int, int]:
-        """Waits for a round; returns the statuses of chunks that could not be read."""
+    def _await(self, work: Round) -> None:
         try:
             wait(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
-        except DeadlineExceeded as late:
-            raise self._reason(work, late) from None
+        except DeadlineExceeded:
+            # To blame is this rank's storage if its own chunk is not read yet, and else the exchange.
+            overdue = None if work.started.is_set() else self.reader.overdue(at_least_s=0.0)
+            if overdue is None:
+                raise
+            raise overdue from None
         self._world.note_progress()
-        return work.statuses
-
-    def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
-        """Blames this rank's storage if its own chunk is not read yet, and else the exchange."""
-        overdue = None if work.started.is_set() else self.reader.overdue(at_least_s=0.0)
-        return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:
         # Copies to a device may still read the buffer.
         self._placing.settle()
-        try:
-            self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
-        except DeadlineExceeded as late:
-            raise Interrupted(str(late)) from None
+        self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
 
 
 def _never(number: int) -> bool:

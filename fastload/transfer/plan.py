@@ -35,7 +35,7 @@ from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, merged
-from fastload.transfer.messages import Message, Ranks, joined
+from fastload.transfer.messages import Message, Ranks, joined, ring_order
 
 _NEAR = 1.42  # so that a power of 2 is always near
 
@@ -393,6 +393,11 @@ class TransferPlan:
     def exchanges(self) -> bool:
         """Whether any rank receives bytes that another one reads."""
         return _exchanges(self.readers, self.recipients)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The ranks that take part, those of a host next to each other."""
+        return ring_order(self.hosts) if self.hosts else sorted({*self.readers, *self.recipients})
 
     @cached_property
     def _space(self) -> Space[ByteRange]:

@@ -170,12 +170,12 @@ class Transport:
         """Returns the route of a message."""
         return Route(self._rank)
 
-    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[Buffer, Tensor | None]:
-        """Allocates a buffer, and host memory for this rank's chunk unless the buffer is host memory."""
-        return FlatBuffer(self.allocate_own(buffer_bytes)), None
+    def allocate(self, nbytes: int) -> Buffer:
+        """Allocates a buffer."""
+        return FlatBuffer(self.allocate_own(nbytes))
 
     def allocate_own(self, nbytes: int) -> Tensor:
-        """Allocates host memory for a chunk that this rank reads ahead of its round."""
+        """Allocates host memory for a chunk that this rank does not read into the buffer of its round."""
         return allocate_staging(nbytes, pinned=self._pinned)
 
     def offer(self) -> Any:

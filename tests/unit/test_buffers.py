@@ -51,16 +51,15 @@ class InProcess(LocalTransport):
             return super().route(message)
         return self._routing.route(message.reader, message.ranks)
 
-    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
-        memory = torch.empty(buffer_bytes + 4096, dtype=torch.uint8)
-        part = Part(memory[-memory.data_ptr() % 8 :][: buffer_bytes // 8 * 8])
+    def allocate(self, nbytes: int) -> FlatBuffer:
+        memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
+        part = Part(memory[-memory.data_ptr() % 8 :][: nbytes // 8 * 8])
         if self._num_buffers == len(self._shared):
             self._shared.append({})
         part.host = self._shared[self._num_buffers]
         part.host[self._rank] = part
         self._num_buffers += 1
-        own = torch.empty(own_bytes, dtype=torch.uint8) if self.device.type != "cpu" else None
-        return part, own
+        return part
 
 
 class OneRank:
