@@ -43,7 +43,7 @@ from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
-from fastload.transfer.read import ChunkReader, Guards, HeldBytes, Verifier, refuse
+from fastload.transfer.read import ChunkReader, Guards, HeldBytes, Verifier
 from fastload.transfer.routed_plan import Holders, RoutedPlan, plan_routes
 from fastload.transfer.transport import Transport
 
@@ -476,6 +476,25 @@ class Opened:
             self.options.read_threads, plan, ranks_on_host=self.ranks_on_host, in_order=in_order
         )
 
+    def open_reader(self, plan: Plan, *, in_parts: bool, via_cache: bool = False) -> ChunkReader:
+        """Opens the reader of this rank's chunks.
+
+        Args:
+            plan: The plan.
+            in_parts: Whether data may be read without their first byte; see `Guards`.
+            via_cache: Whether other ranks of this host read the same bytes.
+        """
+        manifest = self.access.manifest
+        return ChunkReader(
+            self.access.storage,
+            manifest.files,
+            threads=self.read_threads(plan),
+            verifier=self.verifier,
+            via_cache=via_cache,
+            guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
+            held=self.access.held,
+        )
+
     @property
     def cores(self) -> int:
         """This rank's share of its host's cores, at least 1."""
@@ -792,18 +811,8 @@ def open_job(
         MemoryError: Staging buffers do not fit into memory.
     """
     opened, options, access = matched.opened, matched.opened.options, matched.opened.access
-    manifest = access.manifest
-    in_parts = not isinstance(plan, TransferPlan)
-    reader = ChunkReader(
-        access.storage,
-        manifest.files,
-        threads=opened.read_threads(plan),
-        verifier=opened.verifier,
-        on_damage=refuse,
-        via_cache=matched.decision.alone and opened.ranks_on_host > 1,
-        guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
-        held=access.held,
-    )
+    via_cache = matched.decision.alone and opened.ranks_on_host > 1
+    reader = opened.open_reader(plan, in_parts=not isinstance(plan, TransferPlan), via_cache=via_cache)
     destinations = (
         writer or matched.match.stream_buffer or TensorWriter(matched.match.destinations, opened.cores)
     )

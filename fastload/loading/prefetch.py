@@ -14,7 +14,7 @@ from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view
 from fastload.comm.world import World
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.plan import Chunk, plan_transfer
-from fastload.transfer.read import ChunkReader, Guards, HeldBytes, refuse
+from fastload.transfer.read import ChunkReader, HeldBytes
 from fastload.transfer.routed_plan import HeldRange, Holders
 
 if TYPE_CHECKING:
@@ -105,16 +105,9 @@ class Prefetch(BackgroundReads):
         if limit_bytes is not None and plan.blocks is not None:
             fitting = (limit_bytes - plan.blocks.longest_bytes) // plan.chunk_bytes
             self._num_chunks = min(max(0, fitting), plan.num_rounds)
-        reader = ChunkReader(
-            access.storage,
-            access.manifest.files,
-            threads=opened.read_threads(plan),
-            verifier=opened.verifier,
-            on_damage=refuse,
-            guards=Guards(access.manifest, in_parts=True) if access.manifest.guards else None,
-        )
         rank = opened.world.rank
         indexes = range(self._num_chunks if rank in access.readers else 0)
+        reader = opened.open_reader(plan, in_parts=True)
         super().__init__(reader, [plan.byte_ranges(plan.chunk(index, rank)) for index in indexes])
 
     def holders(self) -> Holders:

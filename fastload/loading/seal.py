@@ -24,7 +24,7 @@ from fastload.loading.verify import CompleteRead, team_of
 from fastload.options import LoadOptions, Patience
 from fastload.report import VerifyReport
 from fastload.storage import Location, Storage, put_next_to
-from fastload.transfer.read import ChecksumCollector, Damage
+from fastload.transfer.read import ChecksumCollector
 
 
 def seal(
@@ -45,7 +45,7 @@ def seal(
         with session.usable():
             compare_sha_256(session)
             hasher = ChecksumCollector(access.manifest)
-            reading = CompleteRead(session, hasher, _ignore)
+            reading = CompleteRead(session, hasher)
             found = reading.run("seal", dict)
             texts = _texts(session, hasher)
 
@@ -117,7 +117,3 @@ def _text(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
     assert len(numbered) == ends[-1], "each block once"
     checksums = (joined[begin * CHECKSUM_BYTES : end * CHECKSUM_BYTES] for begin, end in pairwise(ends))
     return Seal(manifest.block_bytes, digest_of(manifest), tuple(checksums)).to_bytes()
-
-
-def _ignore(_: Damage) -> None:
-    """Takes no damage, since nothing is compared."""

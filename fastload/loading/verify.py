@@ -35,7 +35,7 @@ def verify(session: Session) -> VerifyReport:
     """
     opened = session.opened
     damage = _Damages()
-    reading = CompleteRead(session, opened.verifier or Verifier(opened.access.manifest), damage.add)
+    reading = CompleteRead(session, Verifier(opened.access.manifest, damage.add))
     found = reading.run("verify", lambda: {"num": damage.num, "damage": damage.first()})
     opened.world.acknowledge()
     _raise_damage(opened.access, found)
@@ -48,12 +48,9 @@ class CompleteRead:
     Args:
         session: The checkpoint.
         verifier: Takes the blocks that this rank reads.
-        on_damage: As for `ChunkReader`.
     """
 
-    def __init__(
-        self, session: Session, verifier: Verifier | ChecksumCollector, on_damage: Callable[[Damage], object]
-    ) -> None:
+    def __init__(self, session: Session, verifier: Verifier | ChecksumCollector) -> None:
         opened = session.opened
         access, options = opened.access, opened.options
         self._world = opened.world
@@ -75,7 +72,6 @@ class CompleteRead:
             access.manifest.files,
             threads=opened.read_threads(self._plan),
             verifier=verifier,
-            on_damage=on_damage,
         )
 
     def run(self, call: str, found: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ from fastload.storage.location import HTTP
 from fastload.transfer.links import accept_offers
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.read import ChunkReader, refuse
+from fastload.transfer.read import ChunkReader
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -270,7 +270,7 @@ class Stage:
             in_order=storage.in_order,
         )
         files = inventory.files if missing.complete else at_source(self._access.manifest, inventory.files)
-        reader = ChunkReader(storage, files, threads=threads, verifier=None, on_damage=refuse)
+        reader = ChunkReader(storage, files, threads=threads)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         writer = FileWriter(
             world,

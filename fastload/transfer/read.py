@@ -57,21 +57,23 @@ class Verifier:
 
     Args:
         manifest: A manifest with checksums.
+        on_damage: Called with each damaged block; an exception that it raises ends the read.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, on_damage: Callable[[Damage], object] = refuse) -> None:
         assert manifest.block_bytes
         self._manifest = manifest
+        self._on_damage = on_damage
         self._lock = threading.Lock()
         self._num_rereads = 0
 
-    def damage(
+    def check(
         self,
         byte_range: ByteRange,
         buffers: Sequence[memoryview],
         read: Callable[[ByteRange, Sequence[memoryview]], None],
-    ) -> Iterator[Damage]:
-        """Yields the damaged blocks of a byte range.
+    ) -> None:
+        """Verifies the blocks of a byte range.
 
         Each block with a wrong checksum is read once more, in case it was damaged on the way.
 
@@ -90,7 +92,8 @@ class Verifier:
                 if checksum(data) == expected:
                     continue
             name = self._name_of(manifest.blocks.space.ranges[index])
-            yield Damage(block.file, number, manifest.describe_damage(block, name, checksum(data)))
+            text = manifest.describe_damage(block, name, checksum(data))
+            self._on_damage(Damage(block.file, number, text))
 
     def _name_of(self, extent: TensorEntry | Piece) -> str:
         if isinstance(extent, TensorEntry):
@@ -117,16 +120,10 @@ class ChecksumCollector:
         self._blocks = manifest.blocks
         self.checksums: dict[int, bytes] = {}
 
-    def damage(
-        self,
-        byte_range: ByteRange,
-        buffers: Sequence[memoryview],
-        read: Callable[[ByteRange, Sequence[memoryview]], None],
-    ) -> Iterator[Damage]:
-        """Adds the checksums of a byte range, in complete blocks; yields nothing."""
+    def check(self, byte_range: ByteRange, buffers: Sequence[memoryview], _read: object) -> None:
+        """Adds the checksums of a byte range, in complete blocks."""
         for _, block, data in _cut_into_blocks(self._blocks, byte_range, buffers):
             self.checksums[block.number] = checksum(data)
-        yield from ()
 
 
 def _cut_into_blocks(
@@ -258,7 +255,6 @@ class ChunkReader:
         files: The files of the manifest.
         threads: Number of chunks read at once.
         verifier: Verifies or computes checksums; None does neither.
-        on_damage: Called with each damaged block; an exception that it raises ends the read.
         via_cache: Whether other ranks of this host read the same bytes; see `Storage.read_into`.
         guards: The bytes that have to precede data; None without any.
         held: The bytes that are not read from storage; None without any.
@@ -276,8 +272,7 @@ class ChunkReader:
         files: Sequence[FileEntry],
         *,
         threads: int,
-        verifier: Verifier | ChecksumCollector | None,
-        on_damage: Callable[[Damage], object],
+        verifier: Verifier | ChecksumCollector | None = None,
         via_cache: bool = False,
         guards: Guards | None = None,
         held: HeldBytes | None = None,
@@ -290,8 +285,7 @@ class ChunkReader:
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
-        # No method of its own: that would keep the reader, and its descriptors, until garbage is collected.
-        self._verify = partial(_verify, verifier, on_damage) if verifier is not None else None
+        self._verifier = verifier
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
@@ -304,8 +298,8 @@ class ChunkReader:
     def submit(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> Future[None]:
         """Begins to read the byte ranges of a chunk into buffers of the same total length.
 
-        The future raises `StorageError` if all retries fail, what `on_damage` raises, and `Interrupted` after
-        `stop`.
+        The future raises `StorageError` if all retries fail, what the verifier raises, and `Interrupted`
+        after `stop`.
         """
         return self._workers.submit(partial(self._read, byte_ranges, buffers))
 
@@ -343,9 +337,9 @@ class ChunkReader:
             byte_ranges, buffers = held.fill(byte_ranges, buffers)
         for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
             self._read_guarded(group)
-            if self._verify is not None:
+            if self._verifier is not None:
                 for byte_range, taken in group:
-                    self._verify(byte_range, taken, self._read_again)
+                    self._verifier.check(byte_range, taken, self._read_again)
                     self.verified.add(byte_range.nbytes)
 
     def _read_guarded(self, group: list[Part]) -> None:
@@ -417,14 +411,3 @@ def _joined(group: Sequence[Part]) -> Part:
         buffers += taken
         at = byte_range.end
     return first._replace(nbytes=at - first.offset), buffers
-
-
-def _verify(
-    verifier: Verifier | ChecksumCollector,
-    on_damage: Callable[[Damage], object],
-    byte_range: ByteRange,
-    buffers: Sequence[memoryview],
-    read: Callable[[ByteRange, Sequence[memoryview]], None],
-) -> None:
-    for damage in verifier.damage(byte_range, buffers, read):
-        on_damage(damage)
