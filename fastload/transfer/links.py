@@ -490,6 +490,9 @@ class Relay:
     def close(self, cut: Callable[[], object]) -> bool:
         """Ends the threads; returns whether they no longer use the connections.
 
+        If not, they end by their timeout: Gloo does not tell who waits for a message that is queued in a
+        connection which breaks.
+
         Args:
             cut: Ends waits for a peer that does not respond.
         """
