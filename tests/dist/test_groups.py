@@ -173,7 +173,7 @@ def test_nothing_stays_behind(rank: int, world: int, folder: Path) -> None:
 
 def _settle(known: set[threading.Thread]) -> None:
     """Gives threads that were told to end the time to do so."""
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 30
     while time.monotonic() < limit:
         if not [
             t for t in threading.enumerate() if t not in known and t.name.startswith(("fastload", "idle"))

@@ -87,7 +87,7 @@ def kept_after(what: str, victim: bool, path: Path, background: bool, patch: pyt
         descriptors.append(len(os.listdir("/proc/self/fd")))
     snapshot.buffer_pool.clear()  # which is kept on purpose
     assert made
-    until = time.monotonic() + 10  # a thread that ends late on a busy machine lets go of them late
+    until = time.monotonic() + 30  # a thread that ends late on a busy machine lets go of them late
     while (alive := sum(ref() is not None for ref in made)) and time.monotonic() < until:
         time.sleep(0.05)
     assert alive == 0, f"{alive} of {len(made)} buffers are alive"
