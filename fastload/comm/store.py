@@ -176,10 +176,6 @@ class StoreStep:
         text = self.settle(Decision.write(0.0, f"{response}{_SEPARATOR}{table}", left=True))
         return Decision.from_text(text, self._size)
 
-    def void(self) -> Decision:
-        """Decides without any rank, and returns the first decision of all."""
-        return Decision.from_text(self.settle(Decision.write(0.0, "")), self._size)
-
     def settle(self, decision: str) -> str:
         """Stores a decision unless there is one; returns the one that is stored."""
         return str(self._store.compare_set(self.decision, "", decision), "ascii")
@@ -556,9 +552,6 @@ class StoreRendezvous:
 
     def disconnect(self) -> None:
         """Notes that the call has failed; see `tree.TreeRendezvous`."""
-
-    def end(self) -> None:
-        """Notes that this rank is done with the call; see `tree.TreeRendezvous`."""
 
     def _respond(self, step: int, response: str) -> bool:
         """Responds to a step, once; returns whether this was the last rank.

@@ -13,15 +13,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 
 from fastload.comm.hosts import Listener, Unreachable, connect_unix, greet, host_addresses, interface_address
 from fastload.comm.responses import join_responses
-from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, StoreStep, Versions
+from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, Versions
 from fastload.errors import FastloadError, PeerError
 
 _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tree
@@ -426,85 +427,21 @@ class ExpiringKeys:
 # Numbers of calls
 
 
-class CallId(NamedTuple):
-    """The number of a call: the same on all ranks that make the same calls."""
-
-    epoch: int
-    number: int
-
-
-@dataclass(eq=False, slots=True)
-class CountedCall:
-    """A call that this rank has begun.
-
-    Attributes:
-        name: Its name.
-        id: Its number.
-        has_met: Whether its number is final: the ranks have met there, or this rank makes it no more.
-    """
-
-    name: str
-    id: CallId
-    has_met: bool = False
-
-
+@dataclass(frozen=True, slots=True)
 class CallCounter:
     """Numbers the calls of a group on one rank, in the order in which it begins them.
 
     Ranks count without communication, since threads make calls concurrently and notice a broken tree at
-    different times. If only some ranks make a call, the counts differ. The decision of its first step then
-    lacks ranks, which ends the *epoch*. Calls that have not met by then, and all later ones, get numbers of
-    the next epoch, in order. So the ranks meet again in the next call that all of them make.
+    different times. If only some ranks make a call, the others find the first step of that number decided
+    without them, and take the next number. So the ranks meet again in the next call that all of them make.
 
     Attributes:
-        expiring: Keys of first steps where the ranks have not met.
+        numbers: The next numbers.
+        expiring: Keys of first steps in which not all ranks met.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._epoch, self._num_begun = 1, 0
-        self._unmet: list[CountedCall] = []
-        self.expiring = ExpiringKeys()
-
-    def begin(self, name: str) -> CountedCall:
-        """Numbers a call that this rank begins."""
-        with self._lock:
-            self._num_begun += 1
-            self._unmet.append(call := CountedCall(name, CallId(self._epoch, self._num_begun)))
-        return call
-
-    def settle(self, call: CountedCall) -> None:
-        """Makes the number of a call final."""
-        with self._lock:
-            if not call.has_met:
-                call.has_met = True
-                self._unmet.remove(call)
-
-    def unmet(self, epoch: int) -> list[CountedCall] | None:
-        """Returns the calls that have not met; None if they count in an epoch, or a later one."""
-        with self._lock:
-            return list(self._unmet) if epoch > self._epoch else None
-
-    def advance(self, epoch: int, unmet: Sequence[CountedCall], void: Sequence[CountedCall]) -> bool:
-        """Moves calls to a later epoch.
-
-        Args:
-            epoch: The epoch.
-            unmet: What `unmet` has returned.
-            void: Those of them that can no longer meet where they are; the others have met.
-
-        Returns:
-            False if another thread has begun a call or moved them.
-        """
-        with self._lock:
-            if epoch <= self._epoch or unmet != self._unmet:
-                return False
-            for call in unmet:
-                call.has_met = call not in void
-            self._epoch, self._num_begun, self._unmet = epoch, len(void), list(void)
-            for number, call in enumerate(void, 1):
-                call.id = CallId(epoch, number)
-        return True
+    numbers: Iterator[int] = field(default_factory=partial(count, 1))
+    expiring: ExpiringKeys = field(default_factory=ExpiringKeys)
 
 
 _counters: dict[tuple[str, int], CallCounter] = {}  # by name of a namespace, and rank
@@ -583,10 +520,6 @@ class CallTerms:
     thread: int
 
 
-class _EpochOver(Exception):
-    """The ranks meet in a later epoch."""
-
-
 class TreeRendezvous(StoreRendezvous):
     """The store namespace of one call of a group whose ranks are connected in a tree.
 
@@ -608,8 +541,7 @@ class TreeRendezvous(StoreRendezvous):
         self._namespace = namespace
         self._state = state
         self._terms = terms
-        self._call: CountedCall | None = None
-        self._id = CallId(0, 0)  # of the namespace that this rank uses
+        self._number = 0  # of the call; 0 before it has one
         self._listener: Listener | None = None
         self._links: TreeLinks | None = None
         self._was_in_tree = False  # the last decision
@@ -627,40 +559,32 @@ class TreeRendezvous(StoreRendezvous):
     def begin(self) -> None:
         """Numbers the call, and listens for the ranks below if it is the first one."""
         links = self._state.links
-        self._number()
+        self._take_number()
         if links is not None and links.are_intact():
             self._links = links
             return
         # Calls in the background, which make no tree, would wait for the store here: they find out when they
         # meet. In the first call, most ranks find out while they look for their parent.
-        if links is not None or (self._id == CallId(1, 1) and self._parent is None):
+        if links is not None or (self._number == 1 and self._parent is None):
             self._state.replace(None)
-            self._follow(_JOINING)
-        if self._id.number == 1 and self._children and self._may_connect():
+            self._skip_decided(_JOINING)
+        if self._number == 1 and self._children and self._may_connect():
             with suppress(OSError):  # those below connect while this rank is busy with its part
                 self._listen(_JOINING, self._terms.limit_s)
 
     def decide(self, proposal: Proposal, *, since: float | None = None) -> Decision:
         """Brings this rank's response to a step and returns the decision."""
+        decision = self._decide(proposal)
         if proposal.step:
-            return self._decide(proposal)
-        try:
-            while True:
-                with suppress(_EpochOver):
-                    decision = self._decide(proposal)
-                    if decision.binds(self._member.rank, self._terms.name):
-                        break
-                    self._end_epoch(proposal.what)
-                self._links, self._given_up = None, False
-                self._follow(proposal.what)
-            if decision.num_came == self._member.size:
-                self._done += self._counter.expiring.rotate()
-            elif not decision.left:
-                self._end_epoch(proposal.what)
-                self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))
             return decision
-        finally:
-            self.end()
+        while not decision.binds(self._member.rank, self._terms.name):
+            self._skip()
+            decision = self._decide(proposal)
+        if decision.num_came == self._member.size:
+            self._done += self._counter.expiring.rotate()
+        elif not decision.left:
+            self._expire_meeting()
+        return decision
 
     def acknowledge(self, last: LastStep, keys_left: Sequence[str], *, grace_s: float) -> None:
         """As in the store; but a decision along the tree reaches all without this rank or the store."""
@@ -668,7 +592,7 @@ class TreeRendezvous(StoreRendezvous):
         if self._was_in_tree and self._links is not None:
             if self._parent is None:
                 keys += self._full(["progress", "failed"] if last.failed else ["progress"])
-            self._links.acknowledge((self._id.number, last.step), keys)
+            self._links.acknowledge((self._number, last.step), keys)
             self._done += self._links.take_acknowledged()
         else:
             self._state.expiring.add(keys)
@@ -689,13 +613,13 @@ class TreeRendezvous(StoreRendezvous):
         """As in the store; the others find the tree broken, and go there."""
         self.disconnect()
         with suppress(FastloadError):
-            self._number()
+            if not self._number:
+                self._take_number()
             self._state.expiring.add(self._last)
             if responses[0][0] == 0:
-                self._follow("leaving")
+                self._skip_decided("leaving")
             last = None if self._was_in_tree else last
             super().withdraw(last, responses, at_once=at_once, limit_s=limit_s)
-        self.end()
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
         """As in the store."""
@@ -709,11 +633,6 @@ class TreeRendezvous(StoreRendezvous):
         if self._links is not None:
             self._links.drop()
 
-    def end(self) -> None:
-        """Notes that the ranks have met, or that this rank makes the call no more."""
-        if self._call is not None:
-            self._counter.settle(self._call)
-
     # The number of the call
 
     @property
@@ -723,74 +642,44 @@ class TreeRendezvous(StoreRendezvous):
             self._state.counter = self.ask(_JOINING, self._terms.limit_s, find)
         return self._state.counter
 
-    def _number(self) -> CountedCall:
-        """Returns the call, in whose namespace this rank is from now on."""
-        if self._call is None:
-            self._call = self._counter.begin(self._terms.name)
-        if self._id != self._call.id:
-            self._id, self._store, self._responded.step = self._call.id, self._at(self._call.id), -1
-        return self._call
+    def _take_number(self) -> None:
+        """Gives the call the next number, in whose namespace this rank is from now on."""
+        self._number = next(self._counter.numbers)
+        self._store, self._responded.step = dist.PrefixStore(str(self._number), self._namespace), -1
 
-    def _follow(self, what: str) -> None:
-        """Moves the call to the present epoch, if the ranks can only meet there."""
+    def _skip(self) -> None:
+        """Takes the next number, since the ranks have met under the present one without this rank."""
+        self._expire_meeting()
+        self._links = None
+        self._take_number()
 
-        def follow() -> None:
-            epoch, first = self._epoch(), self._step(0)
-            while (unmet := self._counter.unmet(epoch)) is not None:
-                void = [call for call in unmet if self._is_void(call)]
-                former = [key for call in void for key in self._full(first.keys, call.id)]
-                if self._counter.advance(epoch, unmet, void):
-                    self._counter.expiring.add(former)
+    def _skip_decided(self, what: str) -> None:
+        """Takes the first number under which the ranks have not met without this rank."""
 
-        if not self._number().has_met:
-            self.ask(what, self._terms.limit_s, follow)
-            self._number()
+        def is_over() -> bool:
+            first = self._step(0)
+            return first.is_decided() and not first.read().binds(self._member.rank, self._terms.name)
 
-    def _is_void(self, call: CountedCall) -> bool:
-        """Decides the first step of a call with no rank; returns whether that leaves this rank out."""
-        first = StoreStep(self._at(call.id), "0", self._member.size)
-        return not first.void().binds(self._member.rank, call.name)
+        while self.ask(what, self._terms.limit_s, is_over):
+            self._skip()
 
-    def _epoch(self) -> int:
-        return int(self._namespace.compare_set("epoch", "1", "1"))
+    def _expire_meeting(self) -> None:
+        self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))
 
-    def _end_epoch(self, what: str) -> None:
-        """Begins the next epoch, unless another rank has: some ranks have not come to this call."""
-        epoch = self._id.epoch
-        before = str(epoch) if epoch > 1 else ""
-        with suppress(FastloadError):
-            advance = partial(self._namespace.compare_set, "epoch", before, str(epoch + 1))
-            self.ask(what, self._terms.grace_s, advance)
-
-    def _look(self, now: float) -> None:
-        """Looks, while the ranks meet, also whether they do so in a later epoch."""
-        super()._look(now)
-        if self._call is not None and not self._call.has_met and self._epoch() > self._id.epoch:
-            raise _EpochOver
-
-    def _at(self, call: CallId) -> Any:
-        return dist.PrefixStore(f"{call.epoch}/{call.number}", self._namespace)
-
-    def _full(self, keys: Sequence[str], call: CallId | None = None) -> list[str]:
-        """Returns keys of a call, or of this one, as they are called in the group's namespace."""
-        epoch, number = call or self._id
-        return [f"{epoch}/{number}/{key}" for key in keys]
+    def _full(self, keys: Sequence[str]) -> list[str]:
+        """Returns keys of this call as they are called in the group's namespace."""
+        return [f"{self._number}/{key}" for key in keys]
 
     # A step
 
     def _decide(self, proposal: Proposal) -> Decision:
-        """Decides along the tree, or else in the store.
-
-        Raises:
-            _EpochOver: The ranks meet in a later epoch.
-        """
+        """Decides along the tree, or else in the store."""
         what, step, wait_s = proposal.what, proposal.step, proposal.wait_s
         since, limit_s = time.monotonic(), wait_s + proposal.grace_s
-        meets = step == 0 and not self._number().has_met
         if self._versions is not None:
-            self._versions.is_meeting = meets
+            self._versions.is_meeting = step == 0
         look = self._looking(step, wait_s - min(wait_s, proposal.grace_s) / 4)
-        tries = meets and self._links is None and self._may_connect()
+        tries = step == 0 and self._links is None and self._may_connect()
         try:
             if tries:
                 self._links = self._make_tree(what, look, wait_s, limit_s)
@@ -799,7 +688,7 @@ class TreeRendezvous(StoreRendezvous):
                 try:
                     decision = self._decide_in_tree(links, proposal, look)
                 except (TreeBroken, OSError, MemoryError):
-                    below = links.take(self._children, (self._id.number, step))
+                    below = links.take(self._children, (self._number, step))
                     tables = [proposal.response, *(table for table, _ in below)]
                     proposal = replace(proposal, response=join_responses(tables))
                     links.drop()
@@ -823,7 +712,7 @@ class TreeRendezvous(StoreRendezvous):
         Raises:
             TreeBroken: The tree is broken, or a rank has not come in time.
         """
-        tag = self._id.number, proposal.step
+        tag = self._number, proposal.step
         below = links.receive(self._children, tag, look)
         table = (
             join_responses([proposal.response, *(table for table, _ in below)])

@@ -276,7 +276,6 @@ class World:
         keys_left, state.keys_left = state.keys_left, []
         if (last := state.take_last()) is not None:
             self.rendezvous.acknowledge(last, keys_left, grace_s=self.grace_s)
-        self.rendezvous.end()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from fastload.comm.cache import ConnectionCache
 from fastload.comm.group import join_in
 from fastload.comm.responses import Each, write_response
 from fastload.comm.store import Member
-from fastload.comm.tree import TreeState
+from fastload.comm.tree import ExpiringKeys, TreeState
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
 
@@ -331,12 +331,22 @@ def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
     store = dist.HashStore()
     dead, other, _ = join_all(store, 3, SHORT_S)
     store.append(
-        "1/1/0/responses", write_response(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
+        "1/0/responses", write_response(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
     )
-    store.add("1/1/0/count", (1 << 40) + 1)
+    store.add("1/0/count", (1 << 40) + 1)
     with pytest.raises(PeerError) as raised:
         other.agree("A", lambda: 1)
     assert set(raised.value.failures) == {2}
     assert isinstance(raised.value.failures[2], DeadlineExceeded)
     assert not isinstance(raised.value.failures[2], Interrupted)
     del dead
+
+
+def test_keys_expire_in_the_second_rotation() -> None:
+    keys = ExpiringKeys()
+    keys.add(["a"])
+    assert keys.rotate() == []
+    keys.add(["b"])
+    assert keys.rotate() == ["a"]
+    assert keys.rotate() == ["b"]
+    assert keys.rotate() == []
