@@ -347,7 +347,7 @@ def _copy(
                     config = parse_json(bytes(content), url_of(storage, name))
                     if (edited := edit(config)) != config:
                         content = bytearray(json.dumps(edited, indent=2).encode())
-                put_next_to(place, name, bytes(content), patience=options.patience)
+                put_next_to(place, NAMES, name, bytes(content), patience=options.patience)
                 copied.append(name)
     return copied
 

@@ -136,9 +136,8 @@ def examine(launch: Launch, location: Location | None, options: LoadOptions) -> 
 
 def _open(world: World, location: Location, options: LoadOptions) -> Opening:
     def connect() -> PatientStorage:
-        attempt_s = _LIMIT_S / 6
-        storage = open_storage(location, NAMES, io=options.io, attempt_s=attempt_s)
-        return PatientStorage(storage, Patience(1, attempt_s))
+        storage = open_storage(location, NAMES, io=options.io, patience=Patience(timeout_s=_LIMIT_S / 2))
+        return PatientStorage(storage, Patience(1, _LIMIT_S / 6))
 
     begun = Opening(str(location), is_local=not location.scheme)
     try:

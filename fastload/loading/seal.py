@@ -12,7 +12,7 @@ from fastload.comm.hosts import host_of
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, ChecksumError
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import RECORD_NAME, SEAL_NAME
+from fastload.formats.names import NAMES, RECORD_NAME, SEAL_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.formats.seal import Seal, blocks_of_files, digest_of, require_disjoint
@@ -52,7 +52,9 @@ def seal(
             def write() -> None:
                 if world.rank in texts:
                     patience = Patience(options.retries, world.patience_s)
-                    put_next_to(location, SEAL_NAME, texts[world.rank], storage_options, patience=patience)
+                    put_next_to(
+                        location, NAMES, SEAL_NAME, texts[world.rank], storage_options, patience=patience
+                    )
 
             world.agree(f"writing {location}/{SEAL_NAME}", write)
             world.acknowledge()

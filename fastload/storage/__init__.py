@@ -13,7 +13,7 @@ from typing import Any
 from fastload.errors import FastloadError, OptionError
 from fastload.options import Patience
 from fastload.storage import single_file
-from fastload.storage.base import Bucket, FileStat, Folder, Names, Storage, Target, WritableStorage, take
+from fastload.storage.base import FileStat, Folder, Names, Storage, Target, WritableStorage, take
 from fastload.storage.local import LocalStorage
 from fastload.storage.location import HTTP, OBJECT_STORES, SCHEME, Location, Secrets, locate, name_of, redact
 from fastload.storage.process import registered_storages
@@ -73,7 +73,7 @@ def open_storage(
     options: Mapping[str, Any] | None = None,
     *,
     io: str = "auto",
-    attempt_s: float = 30.0,
+    patience: Patience = _PATIENCE,
 ) -> Storage:
     """Opens read access to a local path, the Hugging Face hub, or a URL that obstore or fsspec supports.
 
@@ -84,7 +84,7 @@ def open_storage(
         names: Names of files of a checkpoint.
         options: Passed to obstore, fsspec or the hub, in addition to the environment.
         io: How to read local files: ``auto``, ``buffered`` or ``direct``.
-        attempt_s: Longest time in seconds for one request to an object store.
+        patience: Gives the longest time for one request to an object store. Nothing is retried.
 
     Raises:
         OptionError: The path or URL is invalid, its scheme unknown, or a package is missing.
@@ -99,7 +99,7 @@ def open_storage(
         if importlib.util.find_spec("obstore") is not None:
             from fastload.storage.obstore import ObjectStorage
 
-            return ObjectStorage(location, names, options or {}, attempt_s)
+            return ObjectStorage(location, names, options or {}, patience._replace(retries=0))
         _log.warning(
             "reading %s:// through fsspec, which is slow; better: pip install 'fastload-torch[remote]'",
             location.scheme,
@@ -110,7 +110,7 @@ def open_storage(
                 raise OptionError(f"{_HUB}:// needs {package}: pip install 'fastload-torch[hub]'")
         from fastload.storage.hub import HubStorage
 
-        return HubStorage(location, options or {}, io=io, attempt_s=attempt_s)
+        return HubStorage(location, options or {}, io=io, attempt_s=patience.attempt_s)
     from fastload.storage.fsspec import FsspecStorage
 
     return FsspecStorage(location, options or {})
@@ -125,7 +125,7 @@ def open_patiently(
     patience: Patience,
 ) -> PatientStorage:
     """Opens read access, with retries; other arguments and errors are those of `open_storage`."""
-    return PatientStorage(open_storage(path, names, options, io=io, attempt_s=patience.attempt_s), patience)
+    return PatientStorage(open_storage(path, names, options, io=io, patience=patience), patience)
 
 
 def open_target(
@@ -166,12 +166,13 @@ def open_target(
     root = locate(f"{scheme}://{parent}")
     if scheme in _S3 - registered_storages.keys():
         _require_obstore(scheme)
-        from fastload.storage.s3 import Multipart, S3Bucket
+        from fastload.storage.s3 import Multipart, S3Storage
 
-        s3 = S3Bucket(root, options, patience, url=location.url)
+        s3 = S3Storage(root, names, options, patience)
         return ObjectTarget(location.url, s3, name, names, Multipart(s3, names))
-    bucket = _open_bucket(root, options, patience)
-    return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=patience.timeout_s))
+    parent_storage = _open_writable(root, names, options, patience)
+    streams = Streams(parent_storage, timeout_s=patience.timeout_s)
+    return ObjectTarget(location.url, parent_storage, name, names, streams)
 
 
 def require_writable(location: Location) -> None:
@@ -186,6 +187,7 @@ def require_writable(location: Location) -> None:
 
 def put_next_to(
     place: Location,
+    names: Names,
     name: str,
     content: bytes,
     options: Mapping[str, Any] | None = None,
@@ -196,6 +198,7 @@ def put_next_to(
 
     Args:
         place: Location of the checkpoint.
+        names: Names of files of a checkpoint.
         name: Name of the file, without ``/``.
         content: All of its bytes.
         options: As for `open_storage`.
@@ -207,9 +210,9 @@ def put_next_to(
     if not place.scheme:
         single_file.replace(os.path.join(place.address, name), content)
         return
-    bucket = _open_bucket(place, options or {}, patience)
-    with closing(bucket), bucket.secrets.errors(f"{place.url}/{name}"):
-        bucket.put(name, content)
+    storage = _open_writable(place, names, options or {}, patience)
+    with closing(storage), storage.secrets.errors(f"{place.url}/{name}"):
+        storage.put(name, content)
 
 
 def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
@@ -229,7 +232,9 @@ def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
     return storage
 
 
-def _open_bucket(root: Location, options: Mapping[str, Any], patience: Patience) -> Bucket:
+def _open_writable(
+    root: Location, names: Names, options: Mapping[str, Any], patience: Patience
+) -> WritableStorage:
     if root.scheme in registered_storages:
         storage = _open_registered(root, options)
         if not isinstance(storage, WritableStorage):
@@ -241,9 +246,9 @@ def _open_bucket(root: Location, options: Mapping[str, Any], patience: Patience)
         return storage
     if root.scheme in OBJECT_STORES:
         _require_obstore(root.scheme)
-        from fastload.storage.obstore import ObstoreBucket
+        from fastload.storage.obstore import ObjectStorage
 
-        return ObstoreBucket(root, options, patience)
+        return ObjectStorage(root, names, options, patience)
     from fastload.storage.fsspec import FsspecStorage
 
     return FsspecStorage(root, options)

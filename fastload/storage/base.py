@@ -231,18 +231,16 @@ class Storage(ABC):
         fill(buffers, memoryview(data))
 
 
-class Bucket(ABC):
-    """Objects below a root, by names relative to it, as saves use them. Raises the errors of its library.
+class WritableStorage(Storage):
+    """Read and write access to the files below a root; the base class of storages for saves.
 
-    Attributes:
-        secrets: Redacts credentials from those errors.
+    To save, fastload opens the parent of the checkpoint. Each file is written under a pending name, and moved
+    to its own once all files are complete. Errors of any type become `StorageError`. They are not retried.
     """
 
-    secrets: Secrets
-
     @abstractmethod
-    def folders(self, prefix: str = "") -> Iterable[str]:
-        """Returns the names of directories directly below the root that begin so, never from a cache."""
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
+        """As `Storage.folders`, and never from a cache."""
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
@@ -278,36 +276,15 @@ class Bucket(ABC):
         """Deletes a directory directly below the root, with its files; a missing one is no error."""
         self.delete([f"{folder}/{name}" for name in self.files(folder)])
 
-    @abstractmethod
     def files(self, folder: str) -> dict[str, int]:
         """Returns the sizes in bytes of the files in a directory directly below the root, by name."""
-
-    @abstractmethod
-    def modified_s(self, name: str) -> float:
-        """Returns the modification time in seconds since 1970; infinity if there is no file."""
-
-    def close(self) -> None:  # noqa: B027 (most have nothing to release)
-        """Releases descriptors and connections."""
-
-
-class WritableStorage(Bucket, Storage):
-    """Read and write access to the files below a root; the base class of storages for saves.
-
-    To save, fastload opens the parent of the checkpoint. Each file is written under a pending name, and moved
-    to its own once all files are complete. Errors of any type become `StorageError`. They are not retried.
-    """
-
-    @abstractmethod
-    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
-        """As `Storage.folders`, and never from a cache."""
-
-    def files(self, folder: str) -> dict[str, int]:
         found = self.folders(folder).get(folder, Folder())
         if found.problem:
             raise StorageError(found.problem, self.label(folder))
         return {name: about.nbytes for name, about in found.files.items()}
 
     def modified_s(self, name: str) -> float:
+        """Returns the modification time in seconds since 1970; infinity if there is no file."""
         about = self.stat(name)
         return math.inf if about is None else about.modified_s
 

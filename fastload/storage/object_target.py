@@ -19,11 +19,11 @@ from fastload.base.threads import each
 from fastload.errors import CheckpointExists, DeadlineExceeded, StorageError
 from fastload.storage.base import (
     NUM_REQUESTS,
-    Bucket,
     Keys,
     Names,
     ObjectWriter,
     Uploads,
+    WritableStorage,
     Written,
     new_token,
     saved_name,
@@ -84,7 +84,7 @@ class Lease:
         return (self.owner == Owner.here() and self.token not in living_saves) or self.owner.is_gone
 
 
-def put_owner(bucket: Bucket, keys: Keys, uploads: Mapping[str, str]) -> None:
+def put_owner(bucket: WritableStorage, keys: Keys, uploads: Mapping[str, str]) -> None:
     """Writes the owner file of pending files: this process, and the uploads to abort if it dies."""
     owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
     bucket.put(keys.owner, json.dumps(owner).encode())
@@ -95,12 +95,12 @@ class OwnerFile:
 
     Args:
         url: URL of the checkpoint, for messages.
-        bucket: The objects below its parent.
+        bucket: The storage of its parent.
         keys: Keys of the save.
         names: Names of files of a checkpoint.
     """
 
-    def __init__(self, url: str, bucket: Bucket, keys: Keys, names: Names) -> None:
+    def __init__(self, url: str, bucket: WritableStorage, keys: Keys, names: Names) -> None:
         self.keys = keys
         self._names = names
         self._url = url
@@ -232,7 +232,7 @@ class OwnerFile:
             raise StorageError("another save assumed that this one was dead, and replaced it")
 
 
-def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str) -> list[str]:
+def clean_abandoned(bucket: WritableStorage, uploads: Uploads, names: Names, parent: str) -> list[str]:
     """Removes the orphans below the root of a bucket; returns their URLs.
 
     Args:
@@ -259,12 +259,12 @@ def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str)
     return removed
 
 
-def _is_abandoned(bucket: Bucket, keys: Keys) -> bool:
+def _is_abandoned(bucket: WritableStorage, keys: Keys) -> bool:
     ended = Lease.parse(bucket.get(keys.owner), keys.token).has_ended
     return time.time() - _written_s(bucket, keys) > _ABANDONED_S if ended is None else ended
 
 
-def _written_s(bucket: Bucket, keys: Keys) -> float:
+def _written_s(bucket: WritableStorage, keys: Keys) -> float:
     """Returns the time of the owner file; without one, after an abort, that of the last pending file."""
     written_s = bucket.modified_s(keys.owner)
     if written_s < math.inf:
@@ -273,7 +273,7 @@ def _written_s(bucket: Bucket, keys: Keys) -> float:
     return max(map(bucket.modified_s, pending), default=math.inf)
 
 
-def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:
+def _clear_published(bucket: WritableStorage, keys: Keys, names: Names) -> None:
     """Deletes the published files of a dead save, unless they are complete."""
     owner = keys.published(names.owner)
     lease = Lease.parse(bucket.get(owner))
@@ -285,7 +285,7 @@ def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:
     bucket.delete([owner])
 
 
-def discard(bucket: Bucket, uploads: Uploads, keys: Keys) -> None:
+def discard(bucket: WritableStorage, uploads: Uploads, keys: Keys) -> None:
     """Removes the pending files of a save; the owner file goes last, so that failures leave an orphan."""
     uploads.give_up(keys.name, Lease.parse(bucket.get(keys.owner), keys.token).uploads)
     files = [keys.pending(name) for name in bucket.files(keys.folder)]
@@ -298,7 +298,7 @@ class ObjectTarget:
 
     Args:
         url: URL of the checkpoint.
-        bucket: The objects below its parent.
+        bucket: The storage of its parent.
         name: Name of the checkpoint: the last part of the URL.
         names: Names of files of a checkpoint.
         uploads: The uploads of large files.
@@ -306,7 +306,7 @@ class ObjectTarget:
 
     shared = True
 
-    def __init__(self, url: str, bucket: Bucket, name: str, names: Names, uploads: Uploads) -> None:
+    def __init__(self, url: str, bucket: WritableStorage, name: str, names: Names, uploads: Uploads) -> None:
         self.url = url
         self._bucket = bucket
         self._name = name
@@ -477,13 +477,13 @@ class Streams:
     """Sequential uploads: one rank writes each file as a pending object, which the store renames.
 
     Args:
-        bucket: The objects below the parent of the checkpoint.
+        bucket: The storage of the parent of the checkpoint.
         timeout_s: Longest time in seconds that a write waits for those before it.
     """
 
     ordered = True
 
-    def __init__(self, bucket: Bucket, *, timeout_s: float) -> None:
+    def __init__(self, bucket: WritableStorage, *, timeout_s: float) -> None:
         self._bucket = bucket
         self._timeout_s = timeout_s
         self._keys = Keys("", "")

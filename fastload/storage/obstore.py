@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any, TypeVar
@@ -26,8 +27,8 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import Patience, environment
-from fastload.storage.base import Bucket, FileStat, Folder, Names, ObjectWriter, Storage, fill
-from fastload.storage.location import HTTP, OBJECT_STORES, Location, Secrets, basic_auth, locate, name_of
+from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage, fill
+from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
 T = TypeVar("T")
@@ -210,8 +211,8 @@ def s3_settings(store: S3Store) -> dict[str, Any]:
     return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
 
 
-class ObjectStorage(Storage):
-    """Read access through obstore, which has its own network threads.
+class ObjectStorage(WritableStorage):
+    """Access through obstore, which has its own network threads. HTTP can only be read.
 
     A checkpoint costs one list request, and one range request for each header and each chunk.
 
@@ -219,19 +220,22 @@ class ObjectStorage(Storage):
         location: Location of the root.
         names: Names of files of a checkpoint.
         options: Configuration of the store, in addition to the environment.
-        attempt_s: Longest time in seconds for one request.
+        patience: The number of attempts, and the time for them.
 
     Attributes:
         url: URL of the root, for messages.
+        store: The obstore store.
+        patience: As given.
 
     Raises:
         OptionError: The store does not accept the URL or an option.
     """
 
     def __init__(
-        self, location: Location, names: Names, options: Mapping[str, Any], attempt_s: float
+        self, location: Location, names: Names, options: Mapping[str, Any], patience: Patience
     ) -> None:
         super().__init__(location)
+        self.patience = patience
         self.secrets = Secrets(location, options)
         self._names = names
         self._is_http = location.scheme in HTTP
@@ -239,12 +243,11 @@ class ObjectStorage(Storage):
         self._is_file = self._is_signed or _is_file(location, names)
         # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
-        # Without retries of obstore: those of fastload know the deadline and are counted.
-        self._store = make_store(root, options, attempt_s=attempt_s, retry={"max_retries": 0})
+        self._make = partial(make_store, root, options, attempt_s=patience.attempt_s)
+        # Without retries of obstore: those of fastload know the deadline and all transient errors.
+        self.store: Any = self._make(retry={"max_retries": 0})
         # Buckets list objects in order, except directory buckets of S3.
-        self._is_sorted = not (
-            isinstance(self._store, S3Store) and s3_settings(self._store).get("s3_express")
-        )
+        self._is_sorted = not (isinstance(self.store, S3Store) and s3_settings(self.store).get("s3_express"))
         self._known: dict[str, FileStat] = {}
 
     def stat(self, name: str) -> FileStat | None:
@@ -264,8 +267,8 @@ class ObjectStorage(Storage):
     def _ask_for_stat(self, key: str) -> Any:
         """Requests size and version; with a signature for GET, by a read of the first byte."""
         if not self._is_signed:
-            return obstore.head(self._store, key)
-        return obstore.get(self._store, key, options={"range": (0, 1)}).meta
+            return obstore.head(self.store, key)
+        return obstore.get(self.store, key, options={"range": (0, 1)}).meta
 
     def list(self) -> list[str] | None:
         if self._is_file:
@@ -275,12 +278,14 @@ class ObjectStorage(Storage):
             if self._has(first):
                 return [first]
             return next(([name] for name in others if self.stat(name) is not None), None)
-        found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
-        # Some stores and tools keep an empty object with the name of the folder itself.
-        files = [meta for meta in found["objects"] if meta["path"] != self._root]
-        names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in files}
+        names = self._call("", self._files)
         self._known.update(names)
         return sorted(names) or None
+
+    def _files(self, key: str) -> dict[str, FileStat]:
+        found = obstore.list_with_delimiter(self.store, key or None)["objects"]
+        # Some stores and tools keep an empty object with the name of the folder itself.
+        return {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in found if meta["path"] != key}
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         if self._is_http:
@@ -297,7 +302,8 @@ class ObjectStorage(Storage):
         """Lists all objects below folders with this prefix, page by page."""
         root = f"{key}/" if key else ""
         found = []
-        for page in obstore.list(self._store, key or None, offset=root + prefix or None, chunk_size=_PAGE):
+        start = root + prefix if prefix != "." else ""  # which obstore takes for no name
+        for page in obstore.list(self.store, key or None, offset=start or None, chunk_size=_PAGE):
             paths = [(meta["path"].removeprefix(root), meta) for meta in page]
             found += [(p, _stat(meta)) for p, meta in paths if p.startswith(prefix) and "/" in p]
             if self._is_sorted and paths[-1][0] > prefix + _LAST:
@@ -326,7 +332,7 @@ class ObjectStorage(Storage):
             return
 
         def get(key: str) -> tuple[Any, Any]:
-            result = obstore.get(self._store, key, options={"range": (offset, offset + nbytes)})
+            result = obstore.get(self.store, key, options={"range": (offset, offset + nbytes)})
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)
@@ -344,7 +350,7 @@ class ObjectStorage(Storage):
     def read_all(self, name: str, about: FileStat) -> bytes:
         def get(key: str) -> bytes | None:
             # Without a range: some servers ignore one that covers the whole object.
-            result = obstore.get(self._store, key)
+            result = obstore.get(self.store, key)
             found = _stat(result.meta)
             if (found.nbytes, found.version) != (about.nbytes, about.version):
                 return None
@@ -356,6 +362,70 @@ class ObjectStorage(Storage):
         self._count.add(len(data))
         return data
 
+    # Saves. Errors are those of obstore
+
+    @cached_property
+    def _store_for_writers(self) -> Any:
+        """A store with retries, for writers, which send by themselves; its pauses outlast 5 s."""
+        init, most = timedelta(seconds=2 * FIRST_BACKOFF_S), timedelta(seconds=MAX_BACKOFF_S)
+        retry = {
+            "max_retries": self.patience.retries,
+            "retry_timeout": timedelta(seconds=self.patience.timeout_s),
+            "backoff": {"init_backoff": init, "max_backoff": most, "base": 2},
+        }
+        return self._make(retry=retry)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return patiently(call, is_transient, self.patience)
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return self._ask(lambda: bytes(obstore.get(self.store, self._key(name)).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def put(self, name: str, content: bytes, *, fresh: bool = False) -> bool:
+        def put() -> bool:
+            try:
+                obstore.put(self.store, key, content, mode="create" if fresh else "overwrite")
+            except AlreadyExistsError:
+                return False
+            except NotImplementedError:  # the user disabled conditional puts, for a store without them
+                obstore.put(self.store, key, content)
+            return True
+
+        key = self._key(name)
+        return self._ask(put)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._ask(partial(obstore.delete, self.store, self._key(name)))
+
+    def files(self, folder: str) -> dict[str, int]:
+        found = self._ask(partial(self._files, self._key(folder)))
+        return {name: about.nbytes for name, about in found.items()}
+
+    def modified_s(self, name: str) -> float:
+        try:
+            return _stat(self._ask(partial(obstore.head, self.store, self._key(name)))).modified_s
+        except FileNotFoundError:
+            return math.inf
+
+    def move(self, name: str, to: str) -> None:
+        # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
+        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        self.delete([name])
+
+    def writer(self, name: str) -> ObjectWriter:
+        writer: ObjectWriter = obstore.open_writer(
+            self._store_for_writers,
+            self._key(name),
+            buffer_size=_WRITER_BYTES,
+            max_concurrency=_WRITER_REQUESTS,
+        )
+        return writer
+
     def close(self) -> None:
         self._known.clear()
 
@@ -366,7 +436,7 @@ class ObjectStorage(Storage):
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
         with self.secrets.errors(self.label(name), offset, nbytes, is_transient=is_transient, advice=advice):
-            return ask(self._key(name))
+            return self._ask(partial(ask, self._key(name)))
 
 
 def _split(location: Location) -> tuple[Location, str]:
@@ -404,93 +474,3 @@ def _stat(meta: Mapping[str, Any]) -> FileStat:
     tag = (meta.get("e_tag") or "").strip('"')  # quoted in answers, bare in some listings
     modified = meta.get("last_modified")
     return FileStat(meta["size"], tag or str(modified or ""), modified.timestamp() if modified else 0.0)
-
-
-class ObstoreBucket(Bucket):
-    """A `Bucket` through obstore.
-
-    Args:
-        url: URL of the root.
-        options: Configuration of the store, in addition to the environment.
-        patience: The number of attempts, and the time for them.
-
-    Attributes:
-        secrets: Redacts credentials.
-        store: The obstore store.
-        patience: As given.
-    """
-
-    def __init__(self, url: str | PathLike[str], options: Mapping[str, Any], patience: Patience) -> None:
-        self.secrets = Secrets(locate(url), options)
-        self.patience = patience
-        self._is_remote = locate(url).scheme in OBJECT_STORES
-        self._make = partial(make_store, url, options, attempt_s=patience.attempt_s)
-        # Without retries of obstore, which end too soon and do not cover all transient errors.
-        self.store: Any = self._make(retry={"max_retries": 0})
-
-    @cached_property
-    def _store_for_writers(self) -> Any:
-        """A store with retries, for writers, which send by themselves; its pauses outlast 5 s."""
-        if not self._is_remote:
-            return self.store
-        init, most = timedelta(seconds=2 * FIRST_BACKOFF_S), timedelta(seconds=MAX_BACKOFF_S)
-        retry = {
-            "max_retries": self.patience.retries,
-            "retry_timeout": timedelta(seconds=self.patience.timeout_s),
-            "backoff": {"init_backoff": init, "max_backoff": most, "base": 2},
-        }
-        return self._make(retry=retry)
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        return patiently(call, is_transient, self.patience)
-
-    def get(self, name: str) -> bytes | None:
-        try:
-            return self._ask(lambda: bytes(obstore.get(self.store, name).bytes()))
-        except FileNotFoundError:
-            return None
-
-    def put(self, name: str, content: bytes, *, fresh: bool = False) -> bool:
-        def put() -> bool:
-            try:
-                obstore.put(self.store, name, content, mode="create" if fresh else "overwrite")
-            except AlreadyExistsError:
-                return False
-            except NotImplementedError:  # the user disabled conditional puts, for a store without them
-                obstore.put(self.store, name, content)
-            return True
-
-        return self._ask(put)
-
-    def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                self._ask(partial(obstore.delete, self.store, name))
-
-    def files(self, folder: str) -> dict[str, int]:
-        found = self._ask(lambda: obstore.list_with_delimiter(self.store, folder))["objects"]
-        # Some stores and tools keep an empty object with the name of the folder itself.
-        return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found if meta["path"] != folder}
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        found = self._ask(lambda: obstore.list_with_delimiter(self.store))["common_prefixes"]
-        names = sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
-        return [name for name in names if name.startswith(prefix)]
-
-    def modified_s(self, name: str) -> float:
-        try:
-            modified: datetime = self._ask(lambda: obstore.head(self.store, name))["last_modified"]
-        except FileNotFoundError:
-            return float("inf")
-        return modified.timestamp()
-
-    def move(self, name: str, to: str) -> None:
-        # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
-        self._ask(lambda: obstore.copy(self.store, name, to))
-        self.delete([name])
-
-    def writer(self, name: str) -> ObjectWriter:
-        writer: ObjectWriter = obstore.open_writer(
-            self._store_for_writers, name, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
-        )
-        return writer

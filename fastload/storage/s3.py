@@ -17,7 +17,7 @@ from fastload.errors import OptionError
 from fastload.options import Patience
 from fastload.storage.base import NUM_REQUESTS, Keys, Names
 from fastload.storage.location import Location
-from fastload.storage.obstore import ObstoreBucket, s3_settings
+from fastload.storage.obstore import ObjectStorage, s3_settings
 from fastload.storage.process import boto3_session, making_client
 from fastload.storage.retry import patiently
 
@@ -33,32 +33,23 @@ _GOOD_NUM_PARTS = 128  # shares are cut between parts; few parts would make them
 _MAX_PARTS = 10_000
 
 
-class S3Bucket(ObstoreBucket):
-    """A `Bucket` on S3: an `ObstoreBucket` with a boto3 client.
+class S3Storage(ObjectStorage):
+    """Access to S3: an `ObjectStorage` with a boto3 client.
 
     Args:
         root: Location of the root.
-        options: As for `ObstoreBucket`.
+        names: Names of files of a checkpoint.
+        options: As for `ObjectStorage`.
         patience: Likewise.
-        url: URL of the checkpoint, for messages.
 
     Attributes:
-        url: URL of the checkpoint.
         client: The boto3 client.
         bucket: Name of the bucket.
     """
 
-    def __init__(
-        self,
-        root: Location,
-        options: Mapping[str, Any],
-        patience: Patience,
-        *,
-        url: str,
-    ) -> None:
-        super().__init__(root, options, patience)
-        self.url = url
-        self.client = make_client(url, self.store, attempt_s=patience.attempt_s)
+    def __init__(self, root: Location, names: Names, options: Mapping[str, Any], patience: Patience) -> None:
+        super().__init__(root, names, options, patience)
+        self.client = make_client(root.url, self.store, attempt_s=patience.attempt_s)
         self.bucket, _, self._prefix = root.address.removeprefix(f"{root.scheme}://").partition("/")
 
     def key(self, key: str) -> str:
@@ -88,7 +79,7 @@ def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
     """Creates a boto3 client with the settings of an obstore store, so that a URL that loads also saves.
 
     Args:
-        url: URL of the checkpoint, for messages.
+        url: URL of the root, for messages.
         store: The obstore store.
         attempt_s: Longest time in seconds without a response.
 
@@ -160,7 +151,7 @@ class Multipart:
 
     ordered = False
 
-    def __init__(self, bucket: S3Bucket, names: Names) -> None:
+    def __init__(self, bucket: S3Storage, names: Names) -> None:
         self._bucket = bucket
         self._file_endings = names.file_endings
         self._keys = Keys("", "")

@@ -25,9 +25,10 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from fastload.formats.names import NAMES
 from fastload.options import Patience
 from fastload.storage import locate
-from fastload.storage.s3 import S3Bucket
+from fastload.storage.s3 import S3Storage
 
 BUCKET = "bucket"
 KEY, SECRET = "testkey", "testsecret"
@@ -40,9 +41,7 @@ _STARTED_WITHIN_S = 20.0
 
 def client_of(options: Mapping[str, Any]) -> Any:
     """Returns boto3's client for a server, as a save makes it."""
-    root = locate(f"s3://{BUCKET}")
-    bucket = S3Bucket(root, options, url=root.url, patience=Patience(2, 20, 10))
-    return bucket.client
+    return S3Storage(locate(f"s3://{BUCKET}"), NAMES, options, Patience(2, 20, 10)).client
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from fastload.storage.base import Keys
 from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.object_target import ObjectTarget, OwnerFile, Streams
 from fastload.storage.process import Owner
-from fastload.storage.s3 import S3Bucket
+from fastload.storage.s3 import S3Storage
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
 from tests.e2e.forked import forking_python
@@ -332,9 +332,9 @@ def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
     target.close()
 
 
-def bucket_of(target: Target) -> S3Bucket:
+def bucket_of(target: Target) -> S3Storage:
     assert isinstance(target, ObjectTarget)
-    assert isinstance(target._bucket, S3Bucket)
+    assert isinstance(target._bucket, S3Storage)
     assert not target.ordered
     return target._bucket
 

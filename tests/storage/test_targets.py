@@ -16,11 +16,11 @@ import pytest
 from fastload.errors import OptionError
 from fastload.formats.names import NAMES
 from fastload.options import Patience
-from fastload.storage import Target, object_target, open_target
+from fastload.storage import Target, locate, object_target, open_target
 from fastload.storage import s3 as s3_uploads
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget, Streams
-from fastload.storage.obstore import ObstoreBucket
+from fastload.storage.obstore import ObjectStorage
 from tests.storage.s3_server import BUCKET, client_of
 from tests.storage.target_contract import TargetContract, small_files
 
@@ -195,7 +195,7 @@ class TestObstore(TestS3):
 
     def target(self, url: str) -> Target:
         parent, _, name = url.rpartition("/")
-        bucket = ObstoreBucket(parent, self.options, patience=Patience(2, 20, 10))
+        bucket = ObjectStorage(locate(parent), NAMES, self.options, Patience(2, 20, 10))
         return ObjectTarget(url, bucket, name, NAMES, Streams(bucket, timeout_s=20))
 
 
@@ -205,7 +205,8 @@ class TestObstoreMemory(TargetContract):
     processes = False
 
     def place(self, where: str) -> str:
-        self.bucket = ObstoreBucket("memory:///", {}, patience=Patience(2, 20, 10))
+        self.bucket = ObjectStorage(locate("memory:///"), NAMES, {}, Patience(2, 20, 10))
+        vars(self.bucket)["_store_for_writers"] = self.bucket.store  # another one would be empty
         return f"memory://{where}"
 
     def target(self, url: str) -> Target:
