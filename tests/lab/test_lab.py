@@ -57,8 +57,11 @@ def why_not() -> str | None:
     missing += [f"nginx's {name}" for name in NGINX_MODULES if not (NGINX_FOLDER / name).exists()]
     if missing:
         return f"the lab lacks {', '.join(missing)}; run scripts/lab/setup"
-    if any(Path("/run/netns").glob(f"{PREFIX}*")):
+    namespaces = list(Path("/run/netns").glob(f"{PREFIX}*"))
+    if any(map(os.path.ismount, namespaces)):
         return "somebody's lab is up; end it with scripts/lab/down"
+    if namespaces or STATE.exists():  # the machine has been restarted meanwhile
+        lab("down")
     return None
 
 
