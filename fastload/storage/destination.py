@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from fastload.errors import CheckpointExists, FastloadError, OptionError
 from fastload.storage import folders
 from fastload.storage.base import Names
-from fastload.storage.folders import opened_folder
+from fastload.storage.folders import closing
 from fastload.storage.mounts import bucket_client
 from fastload.storage.pending import DATA, NOT_FREE, OLD, Pending
 
@@ -102,7 +102,7 @@ class LocalDestination:
         old = self._rename_in(held, data, written, overwrite=overwrite)
         try:
             if old:
-                with opened_folder(old, held.folder) as there:
+                with closing(folders.open_folder(old, held.folder)) as there:
                     if self._keep(there, data, written, overwrite=overwrite):
                         folders.sync(data)
             folders.sync(self.parent)
@@ -201,10 +201,8 @@ class LocalDestination:
             return
         except NotADirectoryError:
             raise CheckpointExists(f"{self.path} is a file") from None
-        try:
+        with closing(there):
             yield there
-        finally:
-            os.close(there)
 
 
 class _Changed(Exception):

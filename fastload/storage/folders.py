@@ -61,13 +61,12 @@ def open_folder(name: str, parent: int | None = None) -> int:
 
 
 @contextmanager
-def opened_folder(name: str, parent: int | None = None) -> Iterator[int]:
-    """Opens a directory as `open_folder` does, and closes it at the end of the block."""
-    folder = open_folder(name, parent)
+def closing(descriptor: int) -> Iterator[int]:
+    """Closes a descriptor at the end of the block."""
     try:
-        yield folder
+        yield descriptor
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def require_trusted_links(path: str) -> None:
@@ -163,7 +162,7 @@ def empty(folder: int, *, last: str = "") -> None:
 
 def delete(name: str, parent: int, *, last: str = "") -> None:
     """Deletes a directory and its entries; `last` as for `empty`."""
-    with opened_folder(name, parent) as folder:
+    with closing(open_folder(name, parent)) as folder:
         empty(folder, last=last)
     os.rmdir(name, dir_fd=parent)
 
@@ -183,12 +182,9 @@ def exchange(one: str, folder: int, other: str, parent: int) -> None:
 
 def reserve(name: str, nbytes: int, folder: int) -> None:
     """Creates a file of a size with its blocks, so that a full disk shows before data is written."""
-    file = open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
+    with closing(open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file:
         os.ftruncate(file, nbytes)
         reserve_range(file, 0, nbytes)
-    finally:
-        os.close(file)
 
 
 def reserve_range(file: int, offset: int, nbytes: int) -> None:
@@ -222,26 +218,18 @@ def write_all(file: int, offset: int, data: memoryview | bytes) -> None:
 def put(name: str, content: bytes, folder: int, *, mode: int = 0o666, durable: bool = True) -> None:
     """Writes a small file atomically: it never has a part of its content."""
     new = f"{name}.new"
-    file = open_file(new, folder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
+    with closing(open_file(new, folder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)) as file:
         write_all(file, 0, content)
         if durable:
             os.fsync(file)
-    finally:
-        os.close(file)
     os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def read_small(name: str, folder: int) -> bytes:
     """Reads up to 1 MiB of a file; empty if there is none."""
-    try:
-        file = open_file(name, folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return b""
-    try:
+    with suppress(FileNotFoundError), closing(open_file(name, folder, os.O_RDONLY)) as file:
         return os.pread(file, _MAX_SMALL_BYTES, 0)
-    finally:
-        os.close(file)
+    return b""
 
 
 def make_folders(path: str) -> None:
@@ -253,11 +241,8 @@ def make_folders(path: str) -> None:
     for one in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(one)
-        folder = os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with closing(os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY)) as folder:
             sync(folder)
-        finally:
-            os.close(folder)
 
 
 def sync(folder: int) -> None:

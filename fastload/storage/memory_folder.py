@@ -24,7 +24,7 @@ from typing import NamedTuple
 from fastload.base.memory import available_bytes
 from fastload.errors import StorageError
 from fastload.storage import folders
-from fastload.storage.folders import open_file, open_folder, opened_folder, os_errors
+from fastload.storage.folders import closing, open_file, open_folder, os_errors
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, memory_mounts
 from fastload.storage.process import Owner
 
@@ -79,14 +79,11 @@ def _open_place(memory: str) -> int:
 def _open_own(memory: str, *, make: bool) -> int:
     """Opens the private folder of this user in such a directory."""
     name = f"fastload-{os.geteuid()}"
-    place = _open_place(memory)
-    try:
+    with closing(_open_place(memory)) as place:
         if make:
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=place)
         own = open_folder(name, place)
-    finally:
-        os.close(place)
     found = os.fstat(own)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(own)
@@ -97,7 +94,7 @@ def _open_own(memory: str, *, make: bool) -> int:
 
 def _remove_job(name: str, own: int) -> bool:
     """Removes the folder of a job, if no process of it runs."""
-    with opened_folder(name, own) as folder:
+    with closing(open_folder(name, own)) as folder:
         held = _lock(folder)
         if held is None:
             return False
@@ -254,14 +251,11 @@ class JobFolder:
         """Creates the folder of a checkpoint, with sparse files that have only their headers."""
         os.mkdir(name, 0o700, dir_fd=self._folder)
         try:
-            with opened_folder(name, self._folder) as folder:
+            with closing(open_folder(name, self._folder)) as folder:
                 for file, nbytes, head in files:
-                    descriptor = open_file(file, folder, os.O_RDWR | os.O_CREAT, 0o600)
-                    try:
+                    with closing(open_file(file, folder, os.O_RDWR | os.O_CREAT, 0o600)) as descriptor:
                         os.ftruncate(descriptor, nbytes)
                         folders.write_all(descriptor, 0, head)
-                    finally:
-                        os.close(descriptor)
                 folders.put(_PLAN_NAME, plan.encode(), folder, mode=0o600, durable=False)
         except BaseException:
             with suppress(OSError):
@@ -299,7 +293,7 @@ class JobFolder:
             StorageError: Storage failed.
         """
         with os_errors(self.place(name)):
-            with opened_folder(name, self._folder) as folder:
+            with closing(open_folder(name, self._folder)) as folder:
                 for file, content in (*small_files, (RECORD_NAME, record)):
                     folders.put(file, content, folder, mode=0o600, durable=False)
             self.touch()
@@ -386,18 +380,16 @@ def find_jobs(memory: str) -> list[JobUsage]:
             return []
         raise
     found = []
-    try:
+    with closing(own):
         for name in filter(_JOB.fullmatch, folders.names(own)):
             path = os.path.join(memory, f"fastload-{os.geteuid()}", name)
             with os_errors(path), suppress(FileNotFoundError, NotADirectoryError):
                 found.append(_look(name, own, path))
-        return found
-    finally:
-        os.close(own)
+    return found
 
 
 def _look(name: str, own: int, path: str) -> JobUsage:
-    with opened_folder(name, own) as folder:
+    with closing(open_folder(name, own)) as folder:
         if (held := _lock(folder)) is not None:
             _unlock(held)
         return JobUsage(
@@ -429,13 +421,13 @@ def remove_dead(memory: str, *, older_s: float, but: str = "", root: str | None 
             continue
         if root is not None and job.root != root:
             continue
-        with os_errors(job.path), suppress(FileNotFoundError):
-            own = _open_own(memory, make=False)
-            try:
-                if _remove_job(name, own):
-                    removed.append(job)
-            finally:
-                os.close(own)
+        with (
+            os_errors(job.path),
+            suppress(FileNotFoundError),
+            closing(_open_own(memory, make=False)) as own,
+        ):
+            if _remove_job(name, own):
+                removed.append(job)
     return removed
 
 

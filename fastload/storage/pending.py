@@ -32,7 +32,7 @@ import xxhash
 
 from fastload.storage import folders
 from fastload.storage.base import new_token, saved_name
-from fastload.storage.folders import open_file, open_folder, opened_folder
+from fastload.storage.folders import closing, open_file, open_folder
 from fastload.storage.mounts import file_system_type, is_network
 from fastload.storage.process import Owner, warn_once
 
@@ -184,7 +184,7 @@ def make(place: str, path: str, parent: int) -> Pending | None:
 
 def open_data(path: str) -> int:
     """Opens the data directory of a pending directory that another process holds."""
-    with opened_folder(path) as folder:
+    with closing(open_folder(path)) as folder:
         return open_folder(DATA, folder)
 
 
@@ -227,7 +227,7 @@ def clean_abandoned(path: str) -> list[str]:
         parent = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return removed  # there is no parent yet; other errors show up when it is used
-    try:
+    with closing(parent):
         names = folders.names(parent)
         network = _is_on_network(path)
         for name in names:
@@ -240,8 +240,6 @@ def clean_abandoned(path: str) -> list[str]:
                 continue  # another process did it
             except OSError as error:
                 _leave_alone(place, str(error.strerror))
-    finally:
-        os.close(parent)
     return removed
 
 
@@ -309,7 +307,7 @@ def _make_or_take_over(place: str, path: str, parent: int, network: bool) -> Pen
 
 
 def _owner_of(place: str, parent: int) -> Owner | None:
-    with suppress(OSError), opened_folder(os.path.basename(place), parent) as folder:
+    with suppress(OSError), closing(open_folder(os.path.basename(place), parent)) as folder:
         return Owner.parse(folders.read_small(OWNER, folder))
     return None
 

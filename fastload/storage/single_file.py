@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from fastload.base.memory import round_up
 from fastload.errors import CheckpointExists, StorageError
-from fastload.storage.folders import NOT_LINKED, os_errors, write_all
+from fastload.storage.folders import NOT_LINKED, closing, os_errors, write_all
 
 _SHA_256 = re.compile("[0-9a-f]{64}")
 _HUB_METADATA = ".cache/huggingface/download/{}.metadata"
@@ -41,13 +41,9 @@ def opened(pending: str) -> Iterator[int]:
     Raises:
         StorageError: Storage failed.
     """
-    with os_errors(pending):
-        descriptor = os.open(pending, os.O_WRONLY)
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with os_errors(pending), closing(os.open(pending, os.O_WRONLY)) as descriptor:
+        yield descriptor
+        os.fsync(descriptor)
 
 
 def publish(pending: str, path: str, *, overwrite: bool) -> None:
@@ -73,11 +69,8 @@ def publish(pending: str, path: str, *, overwrite: bool) -> None:
                 os.rename(pending, path)
             else:
                 os.remove(pending)
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        try:
+        with closing(os.open(os.path.dirname(path) or ".", os.O_RDONLY)) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def replace(path: str, content: bytes) -> None:
