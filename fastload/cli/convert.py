@@ -341,13 +341,12 @@ def _copy(
         for name in names:
             stat = storage.stat(name)
             if stat is not None and stat.nbytes <= _MAX_COPIED_BYTES:
-                content = bytearray(stat.nbytes)
-                storage.read_into(name, 0, [memoryview(content)], stat.version)
+                content = storage.read_all(name, stat)
                 if name == CONFIG_NAME:
-                    config = parse_json(bytes(content), url_of(storage, name))
+                    config = parse_json(content, url_of(storage, name))
                     if (edited := edit(config)) != config:
-                        content = bytearray(json.dumps(edited, indent=2).encode())
-                put_next_to(place, NAMES, name, bytes(content), patience=options.patience)
+                        content = json.dumps(edited, indent=2).encode()
+                put_next_to(place, NAMES, name, content, patience=options.patience)
                 copied.append(name)
     return copied
 

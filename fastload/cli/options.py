@@ -190,8 +190,7 @@ def _read_config(path: str) -> Any:
             raise CheckpointNotFound(f"{storage.url}: no such file")
         if stat.nbytes > _MAX_CONFIG_BYTES:
             raise OptionError(f"{stat.nbytes} bytes are too many for a config")
-        text = bytearray(stat.nbytes)
-        storage.read_into("", 0, [memoryview(text)])
+        text = storage.read_all("", stat)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -365,15 +365,10 @@ class StoreRendezvous:
 
     # Values for other ranks
 
-    def tell(self, values: dict[str, str], *, limit_s: float) -> None:
-        """Sets values, if the store still exists."""
-
-        def tell() -> None:
-            for key, value in values.items():
-                self._store.set(key, value)
-
+    def tell(self, key: str, *, limit_s: float) -> None:
+        """Sets a key, if the store still exists."""
         try:
-            self.ask("notifying the other ranks", limit_s, tell)
+            self.ask("notifying the other ranks", limit_s, lambda: self._store.set(key, ""))
         except PeerError as error:
             _log.debug("not set: %s", error)
 
@@ -656,7 +651,7 @@ class FailureFlag:
     def set(self) -> None:
         """Tells the other ranks that this one has failed."""
         self._is_up = True
-        self._rendezvous.tell({"failed": ""}, limit_s=self._grace_s)
+        self._rendezvous.tell("failed", limit_s=self._grace_s)
 
     def assume(self) -> None:
         """Takes the flag for set, without a request."""

@@ -217,8 +217,22 @@ class Storage(ABC):
         """Returns the URL of a file, for messages."""
         return f"{self.url}/{name}" if name else self.url
 
-    def fill(self, name: str, offset: int, buffers: Sequence[memoryview], data: bytes | memoryview) -> None:
+    def fill(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        data: bytes | memoryview,
+        file_nbytes: int | None = None,
+    ) -> None:
         """Copies what was read into the buffers of `read_into`, and adds it to `bytes_read`.
+
+        Args:
+            name: As for `read_into`.
+            offset: Likewise.
+            buffers: Likewise.
+            data: The bytes that were read.
+            file_nbytes: Size of the file, if known: another attempt cannot read beyond its end.
 
         Raises:
             StorageError: It is less than the buffers take.
@@ -226,8 +240,10 @@ class Storage(ABC):
         nbytes = sum(map(len, buffers))
         self._count.add(len(data))
         if len(data) != nbytes:
-            message = f"got {len(data)} of {nbytes} bytes"
-            raise StorageError(message, self.label(name), offset, nbytes, transient=True)
+            has = "" if file_nbytes is None else f"; the file has {file_nbytes}"
+            is_within = file_nbytes is None or offset + nbytes <= file_nbytes
+            message = f"got {len(data)} of {nbytes} bytes{has}"
+            raise StorageError(message, self.label(name), offset, nbytes, transient=is_within)
         fill(buffers, memoryview(data))
 
 
@@ -485,26 +501,17 @@ class Written:
             StorageError: This rank had an error, or bytes are missing.
         """
         self.check()
-        check_written(files, receipts, url)
+        for name, nbytes in files.items():
+            ranges = [(begin, end) for receipt in receipts for begin, end in receipt["written"].get(name, [])]
+            merged = _merged([(0, 0), *ranges, (nbytes, nbytes)])
+            if len(merged) > 1:
+                begin, end = merged[0][1], merged[1][0]
+                raise StorageError("no rank wrote it", url=f"{url}/{name}", offset=begin, nbytes=end - begin)
 
     def to_json(self) -> dict[str, list[list[int]]]:
         """Returns disjoint ranges by file name."""
         with self._lock:
             return {name: _merged(ranges) for name, ranges in sorted(self._ranges.items())}
-
-
-def check_written(files: Mapping[str, int], receipts: Sequence[Mapping[str, Any]], url: str) -> None:
-    """Checks that the ranks together wrote every byte of every file.
-
-    Raises:
-        StorageError: Bytes are missing.
-    """
-    for name, nbytes in files.items():
-        ranges = [(begin, end) for receipt in receipts for begin, end in receipt["written"].get(name, [])]
-        merged = _merged([(0, 0), *ranges, (nbytes, nbytes)])
-        if len(merged) > 1:
-            begin, end = merged[0][1], merged[1][0]
-            raise StorageError("no rank wrote it", url=f"{url}/{name}", offset=begin, nbytes=end - begin)
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -33,7 +33,7 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from fastload.base.version import __version__
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, StorageError
-from fastload.storage.base import FileStat, Folder, Storage, fill
+from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage
 from fastload.storage.location import HTTP, Location, Secrets, locate
 from fastload.storage.obstore import advice, is_transient, make_store
@@ -417,21 +417,16 @@ class HubStorage(Storage):
             with self.secrets.errors(label, offset, nbytes, is_transient=is_transient, advice=advice):
                 result = obstore.get(source.store, "", options={"range": (offset, offset + nbytes)})
                 meta, data = result.meta, result.bytes()
-            self._count.add(len(data))
             tag = meta.get("e_tag") or ""
             if source.nbytes not in (None, meta["size"]) or (worked and source.tags[0] != tag):
                 raise StorageError(_REPLACED, label, offset, nbytes)
-            if len(data) != nbytes:
-                message = f"got {len(data)} of {nbytes} bytes; the file has {meta['size']}"
-                transient = meta["size"] >= offset + nbytes
-                raise StorageError(message, label, offset, nbytes, transient=transient)
+            self.fill(name, offset, buffers, memoryview(data), meta["size"])
         except StorageError as error:
             self._sources.pop(key, None)  # the next attempt asks for its address again, since this may have
             error.transient |= worked and isinstance(error.__cause__, _REFUSED)  # expired
             raise
         if not worked:
             source.tags.append(tag)
-        fill(buffers, memoryview(data))
 
 
 def _stat(commit: str, entry: Mapping[str, Any]) -> FileStat:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders
-from fastload.storage.base import Written, check_written
+from fastload.storage.base import Written
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 from fastload.storage.folders import os_errors
 from fastload.storage.memory_folder import JobFolder
@@ -151,7 +151,7 @@ class MemoryTarget:
         *,
         overwrite: bool,
     ) -> None:
-        check_written(self._sizes, receipts, self.url)
+        self._written.require_all(self._sizes, receipts, self.url)
         self.published = Published([receipt["written"] for receipt in receipts], list(small_files))
 
     def abort(self) -> None:

@@ -27,7 +27,7 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import Patience, environment
-from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage, fill
+from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
@@ -336,16 +336,10 @@ class ObjectStorage(WritableStorage):
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)
-        self._count.add(len(data))
         found = _stat(meta)
         if version and found.version != version:
             raise StorageError(_REPLACED, self.label(name), offset, nbytes)
-        if len(data) != nbytes:
-            # Only an object that is too short is a permanent error: a truncated response is not.
-            message = f"got {len(data)} of {nbytes} bytes; the object has {found.nbytes}"
-            transient = found.nbytes >= offset + nbytes
-            raise StorageError(message, self.label(name), offset, nbytes, transient=transient)
-        fill(buffers, memoryview(data))
+        self.fill(name, offset, buffers, data, found.nbytes)
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         def get(key: str) -> bytes | None:

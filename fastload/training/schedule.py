@@ -119,7 +119,7 @@ class SaveSchedule:
         """Notifies rank 0 of a signal; from any thread, never raises."""
         if self._tier is not None:
             self._tier.emergency.arm()
-        self._world.rendezvous.tell({_key("stop"): ""}, limit_s=self._world.patience_s)
+        self._world.rendezvous.tell(_key("stop"), limit_s=self._world.patience_s)
 
 
 def _is_due(step: int, every_steps: int | None) -> bool:

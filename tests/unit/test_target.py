@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import StorageError
-from fastload.storage.base import Written, check_written, new_token, pending_name, saved_name
+from fastload.storage.base import Written, new_token, pending_name, saved_name
 
 RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: tuple(sorted(pair))))
 
@@ -25,10 +25,10 @@ def test_every_byte_has_to_be_written_by_somebody(writers: list[list[tuple[int, 
     covered = {byte for ranges in writers for begin, end in ranges for byte in range(begin, end)}
     missing = sorted(set(range(nbytes)) - covered)
     if not missing:
-        check_written({"a": nbytes}, receipts, "url")
+        Written().require_all({"a": nbytes}, receipts, "url")
         return
     with pytest.raises(StorageError, match=r"url/a .*no rank wrote it") as raised:
-        check_written({"a": nbytes}, receipts, "url")
+        Written().require_all({"a": nbytes}, receipts, "url")
     assert raised.value.offset == missing[0]
     assert raised.value.nbytes is not None
     assert set(range(missing[0], missing[0] + raised.value.nbytes)) <= set(missing)

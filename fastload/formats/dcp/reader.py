@@ -21,6 +21,7 @@ from fastload.formats.dcp.nesting import nested
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
+from fastload.formats.parts import join_pieces
 from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.folder import moved
@@ -200,10 +201,10 @@ def _entry(
     name: str, tensor: ChunkedTensor, layouts: Sequence[ItemLayout], numbers: Mapping[str, int]
 ) -> TensorEntry:
     is_complex128 = tensor.dtype == "complex128"  # which is stored as pairs
-    pieces, dtype, nbytes = [], "", 0
+    pieces, dtype = [], ""
     for (box, item), (_, entry, _) in zip(tensor.chunks, layouts, strict=True):
         assert entry is not None
-        dtype, nbytes = entry.dtype, nbytes + entry.nbytes
+        dtype = entry.dtype
         if is_complex128:
             box = Box((*box.offsets, 0), (*box.sizes, 2))
         within = entry.pieces[0] if entry.pieces else Piece(box, 0, entry.offset, entry.nbytes)
@@ -212,11 +213,7 @@ def _entry(
     shape = (*tensor.shape, 2) if is_complex128 else tensor.shape
     if dtype == "F4":
         shape = (*shape[:-1], 2 * shape[-1])
-    pieces.sort(key=lambda piece: piece[1:3])
-    filled = tuple(piece for piece in pieces if piece.box.numel)
-    first = (filled or pieces)[0]
-    is_plain = len(filled) < 2 and not first.strides
-    return TensorEntry(name, dtype, shape, first.file, first.offset, nbytes, () if is_plain else filled)
+    return join_pieces(name, dtype, shape, pieces)
 
 
 def _values(

@@ -9,12 +9,13 @@ from functools import partial
 import xxhash
 
 from fastload.errors import ManifestError
-from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
+from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
+from fastload.formats.parts import TensorPart, join_parts
 from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
-from fastload.geometry.box import Box, tiling_problem
+from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
 logger = logging.getLogger(__name__)
@@ -238,24 +239,12 @@ def _join_shards(tensors: Sequence[TensorEntry], infos: Mapping[int, str], url: 
 
 
 def _joined(name: str, parts: Sequence[tuple[Box, TensorEntry]], url: str) -> TensorEntry:
-    first = parts[0][1]
-    if any((entry.dtype, len(entry.shape)) != (first.dtype, len(first.shape)) for _, entry in parts):
-        raise ManifestError(
-            f"{url}: shards of {show(name)} are of several dtypes, or have several dimensions"
-        )
+    if len({len(entry.shape) for _, entry in parts}) > 1:
+        raise ManifestError(f"{url}: shards of {show(name)} have several numbers of dimensions")
     ends = [[offset + size for offset, size in zip(*box, strict=True)] for box, _ in parts]
     shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
-    if problem := tiling_problem([box for box, _ in parts], shape):
-        raise ManifestError(f"{url}: the shards of {show(name)}: {problem}")
-    if len(parts) == 1:
-        return first
-    if first.dtype == "F4":
-        raise ManifestError(f"{url}: shards of {show(name)}: of F4 tensors none are read")
-    pieces = [Piece(box, entry.file, entry.offset, entry.nbytes) for box, entry in parts if entry.nbytes]
-    pieces.sort(key=lambda piece: piece[1:3])
-    nbytes = sum(piece.nbytes for piece in pieces)
-    file, offset = pieces[0][1:3] if pieces else (first.file, first.offset)
-    return TensorEntry(name, first.dtype, shape, file, offset, nbytes, tuple(pieces))
+    whole = [TensorPart(box, entry, Box((0,) * len(shape), entry.shape)) for box, entry in parts]
+    return join_parts(name, shape, whole, url)
 
 
 def _offsets(text: str, url: str) -> dict[str, tuple[int, ...]]:
