@@ -104,9 +104,9 @@ class LocalDestination:
             if old:
                 with closing(folders.open_folder(old, held.folder)) as there:
                     if self._keep(there, data, written, overwrite=overwrite):
-                        folders.sync(data)
-            folders.sync(self.parent)
-            folders.sync(held.folder)
+                        os.fsync(data)
+            os.fsync(self.parent)
+            os.fsync(held.folder)
         except (OSError, FastloadError):
             # The caller learns that there is no new checkpoint, so the old one has to be there.
             if old == DATA:
@@ -123,7 +123,7 @@ class LocalDestination:
                 occupied = there is not None and bool(folders.names(there))
                 if there is not None:
                     self._keep(there, data, written, overwrite=overwrite)
-            folders.sync(data)
+            os.fsync(data)
             with suppress(_Changed):
                 return self._exchange(held) if occupied else self._rename(held)
         raise CheckpointExists(f"{self.path}: other processes publish there at the same time")

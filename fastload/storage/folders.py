@@ -242,12 +242,7 @@ def make_folders(path: str) -> None:
         with suppress(FileExistsError):
             os.mkdir(one)
         with closing(os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY)) as folder:
-            sync(folder)
-
-
-def sync(folder: int) -> None:
-    """Makes the entries of a directory durable."""
-    os.fsync(folder)
+            os.fsync(folder)
 
 
 def last_change(folder: int) -> float:

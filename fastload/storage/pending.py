@@ -97,7 +97,7 @@ class Pending:
         name = long_name or saved_name(self.name) or ""
         try:
             os.rename(OLD, name, src_dir_fd=self.folder, dst_dir_fd=self.parent)
-            folders.sync(self.parent)
+            os.fsync(self.parent)
         except FileNotFoundError:
             pass  # nothing was moved
         except OSError as error:
@@ -192,7 +192,7 @@ def remove(path: str, parent: int) -> None:
     """Deletes a directory. A rename hides it first, so any process can finish the deletion."""
     name = os.path.basename(hidden_path(path, new_token(), parent, _REMOVED))
     os.rename(os.path.basename(path), name, src_dir_fd=parent, dst_dir_fd=parent)
-    folders.sync(parent)
+    os.fsync(parent)
     delete_with_others(name, parent)
 
 

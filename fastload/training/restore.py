@@ -68,7 +68,7 @@ class History:
         self._group = process_group
         self._catalog = catalog
         self._lists = lists
-        self._newest: Point | None = None  # see `newest`
+        self._newest: Point | None = None  # that was listed, noted, or is about to be saved
         self._in_memory: Point | None = None
         self._memory_is_void = False
         self._abandoned: Point | None = None
@@ -113,11 +113,6 @@ class History:
             self._newest = max(self._newest or self._in_memory, self._in_memory)
         self._listing = listing
         return listing
-
-    @property
-    def newest(self) -> Point | None:
-        """The newest point that was listed, noted, or is about to be saved."""
-        return self._newest
 
     def is_durable(self, *written: tuple[int, int] | None) -> bool:
         """Whether nothing in memory is newer than these checkpoints on storage."""

@@ -147,7 +147,7 @@ def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
 
 
 def test_a_publish_that_is_not_durable_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = folders.sync
+    real = os.fsync
 
     def broken(folder: int) -> None:
         if os.path.samestat(os.fstat(folder), os.stat(tmp_path)):
@@ -159,10 +159,10 @@ def test_a_publish_that_is_not_durable_is_undone(tmp_path: Path, monkeypatch: py
         target = begin(tmp_path / name, 3, overwrite=overwrite)
         target.write(NAME, 0, memoryview(b"new"))
         receipt = target.flush()
-        monkeypatch.setattr(folders, "sync", broken)
+        monkeypatch.setattr(os, "fsync", broken)
         with pytest.raises(StorageError, match="EIO"):
             target.publish([receipt], [(RECORD_NAME, b"new")], overwrite=overwrite)
-        monkeypatch.setattr(folders, "sync", real)
+        monkeypatch.setattr(os, "fsync", real)
         target.abort()
     assert loaded(tmp_path / "a") == b"old"
     assert os.listdir(tmp_path) == ["a"]
