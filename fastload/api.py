@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fastload.comm.group import meet
-from fastload.errors import OptionError
+from fastload.errors import CheckpointExists, OptionError
 from fastload.formats.delta import read_chain, result_of_chain
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
-from fastload.loading.access import open_access
+from fastload.loading.access import Access, open_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions
 from fastload.report import SaveReport, StageReport, VerifyReport
@@ -193,6 +193,9 @@ def stage(
     A complete copy is left as it is, and supplies the hosts without one. After a failure, or a kill, the next
     call resumes.
 
+    The bases of a delta are staged first, under their names next to `dst`; what is there is never replaced.
+    The returned report is that of the delta; `StageOptions.on_report` gets one for each of them.
+
     Args:
         src: A directory, or a single file, such as one of torch.save; a local path or a URL.
         dst: The directory to make, on a file system of each host's own; ``/dev/shm`` is possible.
@@ -221,16 +224,38 @@ def stage(
     world, chosen, (location, path) = meet(process_group, what, options, StageOptions, prepare)
     call = {"call": "stage", "src": location.given, "dst": path}
     access = open_access(world, location, storage_options, chosen, call)
-    if access.deltas:
+    try:
+        for each, copy in _copies(access, path):
+            own = chosen if copy == path else replace(chosen, overwrite=False)
+            try:
+                report = Stage(world, each, copy, own, began=began).run()
+            except CheckpointExists:
+                if copy == path:
+                    raise
+                raise CheckpointExists(
+                    f"{copy}: has the name of a base of {location}, and is another checkpoint: move it away, "
+                    "or stage to another directory"
+                ) from None
+            if chosen.on_report is not None:
+                chosen.on_report(report)
+    finally:
         access.storage.close()
-        raise OptionError(
-            f"{location}: is a delta, and needs other checkpoints: make a complete one of it with "
-            "`fastload convert`, and stage that"
-        )
-    report = Stage(world, access, path, chosen, began=began).run()
-    if chosen.on_report is not None:
-        chosen.on_report(report)
     return report
+
+
+def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
+    """Returns what is staged, and where to: first the bases of a delta, next to its copy."""
+    chain = access.chain or (access,)
+    paths = [path]
+    for each in access.deltas:
+        assert each.manifest.delta is not None
+        paths.append(os.path.join(os.path.dirname(path), each.manifest.delta.base))
+    if len(set(paths)) < len(paths):
+        raise OptionError(
+            f"{access.manifest.url}: is a delta, and one of its bases has the name of the copy, {path}: "
+            "stage it to a directory with another name"
+        )
+    return list(zip(chain, paths, strict=True))[::-1]
 
 
 def _local(path: Path, use: str) -> str:
@@ -443,12 +468,15 @@ def async_save(
     )
 
 
-def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:
+def inspect(
+    path: Path, *, storage_options: Mapping[str, Any] | None = None, options: LoadOptions | None = None
+) -> Manifest:
     """Reads the manifest of a checkpoint, without data and process group; that of a delta is of its result.
 
     Args:
         path: As for `load`.
         storage_options: As for `load`.
+        options: As for `load`.
 
     Raises:
         CheckpointNotFound: There is none.
@@ -456,9 +484,9 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
         ManifestError: It is malformed.
         StorageError: The headers could not be read.
     """
-    options = LoadOptions()
+    chosen = options if options is not None else LoadOptions()
 
     def connect(location: Location) -> PatientStorage:
-        return open_patiently(location, NAMES, storage_options, patience=options.patience)
+        return open_patiently(location, NAMES, storage_options, patience=chosen.patience)
 
-    return result_of_chain(read_chain(locate(path), connect))
+    return result_of_chain([manifest for _, manifest in read_chain(locate(path), connect, chosen.bases)])

@@ -114,6 +114,7 @@ SETTINGS = {
     "dequantize": Setting(
         False, parse_bool, "turn weights that config.json says are quantised into floating point numbers"
     ),
+    "bases": Setting(None, str, "directory or URL with the bases of deltas that are not next to them"),
     "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
 }
 
@@ -152,6 +153,7 @@ SAVE_SETTINGS = {
         str,
         "background saves: block until the state is copied, or overlap that with the next step",
     ),
+    "bases": SETTINGS["bases"],
     "max_chain": Setting(16, int, "most deltas after a complete checkpoint; then a complete one is saved"),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
@@ -181,6 +183,7 @@ _CHOICES = {
     "check_replicas": get_args(ReplicaCheck),
     "snapshot": get_args(SnapshotMode),
 }
+_PATHS = {"trace": "file", "base": "checkpoint", "bases": "directory"}
 _LEAST = {
     "chunk_bytes": 1,
     "staging_bytes": 1 << 16,
@@ -238,11 +241,11 @@ class _Options:
             elif name == "timeout_s":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 _require(number and 0 < value < 1e7, name, value, "a number of seconds above 0")
-            elif name in ("trace", "base") and value is not None:
+            elif name in _PATHS and value is not None:
                 path = os.fspath(value) if isinstance(value, os.PathLike) else value
                 object.__setattr__(self, name, path)
                 is_path = isinstance(path, str) and bool(path) and "\0" not in path
-                _require(is_path, name, value, f"the path of a {'file' if name == 'trace' else 'checkpoint'}")
+                _require(is_path, name, value, f"the path of a {_PATHS[name]}")
 
     @property
     def patience(self) -> Patience:
@@ -302,6 +305,8 @@ class LoadOptions(_Options):
             is read by the load. None: all of its share, the checkpoint ÷ the ranks that read.
         dequantize: Whether weights that ``quantization_config`` in ``config.json`` says are quantised come as
             floating point tensors; see "Quantised weights" in docs/loading.md.
+        bases: A directory or URL in which the base of a delta is searched by its name and digest, if it is
+            not next to the delta; see docs/deltas.md.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
             for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
         on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
@@ -324,6 +329,7 @@ class LoadOptions(_Options):
     atomic: bool = _setting("atomic")
     prefetch_bytes: int | None = _setting("prefetch_bytes")
     dequantize: bool = _setting("dequantize")
+    bases: str | os.PathLike[str] | None = _setting("bases")
     trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
@@ -355,8 +361,9 @@ class SaveOptions(_Options):
             during the next forward and backward pass; see `SaveHandle.wait_snapshot`.
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
             merged by key. Needed only if no rank has a DTensor.
-        base: An existing checkpoint next to the new one. Only the elements that differ from it are written;
-            see docs/deltas.md. None writes everything.
+        base: An existing checkpoint. Only the elements that differ from it are written; see docs/deltas.md.
+            None writes everything.
+        bases: As in `LoadOptions`, if `base` is a delta itself.
         max_chain: Most deltas after a complete checkpoint; then everything is written all the same.
         timeout_s: Longest time without progress, in seconds; not of the whole save. Then it fails on all
             ranks.
@@ -382,6 +389,7 @@ class SaveOptions(_Options):
     snapshot: SnapshotMode = _setting("snapshot")
     parts: bool = False
     base: str | os.PathLike[str] | None = None
+    bases: str | os.PathLike[str] | None = _setting("bases")
     max_chain: int = _setting("max_chain")
     timeout_s: float = _setting("timeout_s")
     retries: int = _setting("retries")
@@ -408,6 +416,7 @@ class StageOptions(_Options):
         verify: Whether the bytes of an existing copy are read and checked, not only the sizes of its files,
             and new bytes are compared with the commit record, if the checkpoint has one.
         chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
+        bases: As in `LoadOptions`.
         write_threads: Writes in flight on each host.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
         on_report: Called on each rank with the `StageReport` after success.
@@ -426,6 +435,7 @@ class StageOptions(_Options):
     read_threads: int | None = _setting("read_threads")
     write_threads: int = _setting("write_threads")
     retries: int = _setting("retries")
+    bases: str | os.PathLike[str] | None = _setting("bases")
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 

@@ -187,7 +187,8 @@ def _remove(catalog: Catalog, entries: list[Entry]) -> None:
 def _catalog(root: str | None) -> Catalog:
     if root is None:
         raise click.UsageError("Missing argument 'ROOT'.")
-    return Catalog(root, None, LoadOptions().patience)
+    options = LoadOptions()
+    return Catalog(root, None, options.patience, checks_bases=options.bases is None)
 
 
 def _entries(catalog: Catalog) -> list[Entry]:

@@ -13,6 +13,7 @@ The commit record names the base, and has the checksums of the result.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,23 +24,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastload.errors import ChecksumError, ManifestError
+from fastload.errors import CheckpointNotFound, ChecksumError, IncompleteCheckpoint, ManifestError
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import CHECKSUM_BYTES, FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import OWN_STEM, SUFFIX
 from fastload.formats.open import read_manifest
-from fastload.formats.record import checksum
+from fastload.formats.record import checksum, record_digest
 from fastload.formats.untrusted import show
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.ranges import Space
 from fastload.options import Patience
-from fastload.storage import FileStat, Location, PatientStorage
+from fastload.storage import FileStat, Location, PatientStorage, locate
 
 try:
     import numpy
 except ImportError:  # saves take twice as long then
     numpy = None  # type: ignore[assignment]
 
+Connect = Callable[[Location], PatientStorage]
+"""Opens the storage of a checkpoint."""
 COUNTS, INDICES, VALUES = ".counts", ".indices", ".values"
 
 _MAX_SEGMENT_ELEMENTS = 1 << 15  # so that a piece has complete segments
@@ -595,30 +598,72 @@ class ChangesReader:
         raise ChecksumError(f"damaged: {text}", (text,))
 
 
-def read_chain(location: Location, connect: Callable[[Location], PatientStorage]) -> list[Manifest]:
+def is_next_to_base(stored: Manifest, location: Location, connect: Connect) -> bool:
+    """Whether the base of a delta is in the same directory.
+
+    Args:
+        stored: The delta.
+        location: Its location.
+        connect: Opens a storage.
+    """
+    assert stored.delta is not None
+    with closing(connect(location.sibling(stored.delta.base))) as storage:
+        return record_digest(storage) == stored.delta.digest
+
+
+def location_of_base(name: str, location: Location, bases: str | os.PathLike[str] | None) -> Location:
+    """Returns where a base is: next to its delta, or in another directory that the user named.
+
+    Args:
+        name: Name of its directory.
+        location: The delta.
+        bases: The other directory; None for the same one.
+    """
+    return location.sibling(name) if bases is None else locate(bases) / name
+
+
+def missing_base(stored: Manifest, location: Location, error: CheckpointNotFound) -> IncompleteCheckpoint:
+    """Returns the error for a base that is missing."""
+    return IncompleteCheckpoint(
+        f"{stored.url}: a delta of {location}: {error}. If that is in another directory, name the directory "
+        "with bases= or FASTLOAD_BASES"
+    )
+
+
+def read_chain(
+    location: Location, connect: Connect, bases: str | os.PathLike[str] | None = None
+) -> list[tuple[Location, Manifest]]:
     """Reads the files of a checkpoint and, if it is a delta, of its base, and so on.
 
     Args:
         location: The checkpoint.
         connect: Opens a storage.
+        bases: Where bases are that are not next to their deltas.
 
     Returns:
-        The manifests, that of the complete checkpoint last.
+        Locations and manifests, those of the complete checkpoint last.
 
     Raises:
-        CheckpointNotFound: A base is missing.
-        CheckpointError: A checkpoint is incomplete or malformed, or a base was replaced.
+        CheckpointNotFound: The checkpoint does not exist.
+        CheckpointError: A checkpoint is incomplete or malformed, or a base is missing or was replaced.
         StorageError: Storage failed.
     """
-    found: list[Manifest] = []
+    found: list[tuple[Location, Manifest]] = []
     while True:
-        with closing(connect(location)) as storage:
-            found.append(read_manifest(storage))
-        if len(found) > 1:
-            require_base(found[-2], found[-1])
-        if (delta := found[-1].delta) is None:
+        try:
+            with closing(connect(location)) as storage:
+                manifest = read_manifest(storage)
+        except CheckpointNotFound as error:
+            if not found:
+                raise
+            raise missing_base(found[-1][1], location, error) from None
+        if found:
+            require_base(found[-1][1], manifest)
+        found.append((location, manifest))
+        if (delta := manifest.delta) is None:
             return found
-        location = location.sibling(delta.base)
+        is_near = bases is None or is_next_to_base(manifest, location, connect)
+        location = location_of_base(delta.base, location, None if is_near else bases)
 
 
 def result_of_chain(manifests: Sequence[Manifest]) -> Manifest:

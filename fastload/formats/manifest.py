@@ -103,7 +103,7 @@ class Delta(NamedTuple):
     """What a delta checkpoint says of its base and of the result.
 
     Attributes:
-        base: Name of the directory of the base, next to the delta's.
+        base: Name of the directory of the base.
         digest: `Manifest.record_digest` of the base.
         num_deltas: Number of deltas from the first complete checkpoint to this one.
         checksums: For each file of the result, the checksums of its blocks in hexadecimal.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,14 @@ from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
-from fastload.formats.delta import layered, require_base
+from fastload.formats.delta import (
+    Connect,
+    is_next_to_base,
+    layered,
+    location_of_base,
+    missing_base,
+    require_base,
+)
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
@@ -58,9 +66,9 @@ class Access:
         holders: The readers of each byte; None if every reader has all of them.
         held: The bytes that this rank has in its own memory; None if no rank has any.
         dequantized: `manifest` with dequantised weights; None without `LoadOptions.dequantize`.
-        deltas: If it is a delta, the files of each delta of its chain, the last one first. `storage` and
-            `manifest` are of the result then.
-        ancestors: The results that the deltas are of, in the same order.
+        chain: If it is a delta, the files of itself, of its base, and so on; the complete checkpoint last.
+            `storage` and `manifest` are of the result then.
+        ancestors: The results that the deltas of the chain are of, in the same order.
     """
 
     storage: PatientStorage
@@ -73,13 +81,18 @@ class Access:
     holders: Holders | None = None
     held: HeldBytes | None = None
     dequantized: Manifest | None = None
-    deltas: tuple[Access, ...] = ()
+    chain: tuple[Access, ...] = ()
     ancestors: tuple[Manifest, ...] = ()
 
     @property
     def tensors(self) -> Manifest:
         """The manifest with the tensors that can be requested."""
         return self.dequantized or self.manifest
+
+    @property
+    def deltas(self) -> tuple[Access, ...]:
+        """The deltas of the chain."""
+        return self.chain[:-1]
 
     @property
     def is_mounted(self) -> bool:
@@ -130,7 +143,11 @@ def open_access(
     with world.together():
         access = open_at(location)
         if access.manifest.delta is not None:
-            access = _open_bases(access, location, open_at)
+
+            def next_base(access: Access, location: Location) -> Location:
+                return _locate_base(world, access, location, options.bases, connect)
+
+            access = _open_bases(access, location, next_base, open_at)
         if not (isinstance(options, LoadOptions) and options.dequantize):
             return access
         try:
@@ -140,7 +157,26 @@ def open_access(
             raise
 
 
-def _open_bases(access: Access, location: Location, open_at: Callable[[Location], Access]) -> Access:
+def _locate_base(
+    world: World, access: Access, location: Location, bases: str | os.PathLike[str] | None, connect: Connect
+) -> Location:
+    """Returns where the base of a delta is, as one rank sees it."""
+    delta, reader = access.manifest.delta, access.readers[0]
+    assert delta is not None
+
+    def look() -> bool:
+        return world.rank == reader and is_next_to_base(access.manifest, location, connect)
+
+    is_near = bases is None or world.agree(f"searching the base of {access.manifest.url}", look)[reader]
+    return location_of_base(delta.base, location, None if is_near else bases)
+
+
+def _open_bases(
+    access: Access,
+    location: Location,
+    next_base: Callable[[Access, Location], Location],
+    open_at: Callable[[Location], Access],
+) -> Access:
     """Opens the bases of a delta, and returns the access to its result.
 
     Raises:
@@ -148,13 +184,12 @@ def _open_bases(access: Access, location: Location, open_at: Callable[[Location]
     """
     chain = [access]
     try:
-        while (delta := chain[-1].manifest.delta) is not None:
-            location = location.sibling(delta.base)
+        while chain[-1].manifest.delta is not None:
+            location = next_base(chain[-1], location)
             try:
                 chain.append(open_at(location))
-            except CheckpointNotFound as missing:
-                url = chain[-1].manifest.url
-                raise IncompleteCheckpoint(f"{url}: a delta of {location}: {missing}") from None
+            except CheckpointNotFound as error:
+                raise missing_base(chain[-1].manifest, location, error) from None
             require_base(chain[-2].manifest, chain[-1].manifest)
         ancestors, result, storage = list[Manifest](), chain[-1].manifest, chain[-1].storage
         for each in reversed(chain[:-1]):
@@ -172,7 +207,7 @@ def _open_bases(access: Access, location: Location, open_at: Callable[[Location]
         readers=tuple(sorted(set(access.readers).intersection(*(each.readers for each in chain)))),
         notes=notes,
         shared=any(each.shared for each in chain),
-        deltas=tuple(chain[:-1]),
+        chain=tuple(chain),
         ancestors=tuple(reversed(ancestors)),
     )
 

@@ -14,6 +14,7 @@ from fastload.comm.traces import Tracing
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.names import MODEL_STEM, NAMES
+from fastload.formats.untrusted import is_plain_path
 from fastload.options import Patience, SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.queue import QueuedSave
@@ -145,16 +146,14 @@ def make_call(
 
 
 def base_name(base: Location, location: Location) -> str:
-    """Returns the name of the base, which is next to the checkpoint.
+    """Returns the name of the directory of a base.
 
     Raises:
-        OptionError: It is not.
+        OptionError: It has none, or is the checkpoint to save.
     """
-    name = base.url.rstrip("/").rpartition("/")[2]
-    if name in ("", ".", "..") or base.sibling(name).url != location.sibling(name).url:
-        raise OptionError(
-            f"base={base.url!r}: is not next to {location.url!r}: a delta and its base are in one directory"
-        )
-    if base.sibling(name).url == location.sibling(location.url.rstrip("/").rpartition("/")[2]).url:
+    folder, _, name = base.url.rstrip("/").rpartition("/")
+    if not is_plain_path(name) or folder.endswith(":/"):
+        raise OptionError(f"base={base.url!r}: is no directory with a name that a delta can store")
+    if base.url.rstrip("/") == location.url.rstrip("/"):
         raise OptionError(f"base={base.url!r}: is the checkpoint to save: save to another path")
     return name

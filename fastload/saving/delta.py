@@ -34,6 +34,7 @@ from fastload.formats.delta import (
     fits_deltas,
     is_own_file,
     layered,
+    location_of_base,
     read_chain,
     segment_elements,
     values_dtype,
@@ -53,7 +54,7 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot, StateReader
 from fastload.saving.split import WriterShare
 from fastload.saving.write import connect
-from fastload.storage import Location, PatientStorage
+from fastload.storage import Location, PatientStorage, locate
 
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
 
@@ -107,7 +108,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
 
     Raises:
         CheckpointNotFound: There is no base.
-        OptionError: The base is not next to the checkpoint, or another program saved it.
+        OptionError: Another program saved the base.
         FastloadError: The base is damaged, or some rank failed.
     """
     if call.find_base is None:
@@ -115,8 +116,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
     head, manifests = _share_chain(call, call.find_base)
     if not manifests:
         return DeltaPlan(why_complete=head["why_complete"])
-    places = [call.location.sibling(name) for name in head["names"]]
-    storages = [call.open_storage(place) for place in places]
+    storages = [call.open_storage(place) for place in _locate_chain(call, head)]
     try:
         chain = list(zip(reversed(manifests), reversed(storages), strict=True))
         base = Base(head["names"][0], *layered(chain))
@@ -134,24 +134,32 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
 def _share_chain(
     call: SaveCall, find_base: Callable[[], Location | None]
 ) -> tuple[dict[str, Any], list[Manifest]]:
-    """Returns the files of the base, and of its bases, and the names of all; rank 0 reads them, for all.
+    """Returns the files of the base and of its bases, and where they are; rank 0 reads them, for all.
 
     There are none if there is no base, or if it cannot be read and is not the user's choice.
     """
 
     def read() -> bytes:
-        why, names, manifests = "", list[str](), list[Manifest]()
+        why, chain = "", list[tuple[Location, Manifest]]()
         try:
             if (base := find_base()) is not None:
-                names.append(base_name(base, call.location))
-                manifests = read_chain(base, call.open_storage)
-                names += [one.delta.base for one in manifests if one.delta is not None]
+                chain = read_chain(base, call.open_storage, call.options.bases)
         except CheckpointError as error:
             if call.options.base is not None:
                 raise
-            why, names, manifests = f"its base cannot be read: {error}", [], []
-        packed = [one.to_bytes() for one in manifests]
-        head = {"why_complete": why, "names": names, "lengths": [len(each) for each in packed]}
+            why = f"its base cannot be read: {error}"
+        packed = [manifest.to_bytes() for _, manifest in chain]
+        names = [base_name(place, call.location) for place, _ in chain]
+        near = [
+            place == before.sibling(name)
+            for (before, _), (place, _), name in zip(chain, chain[1:], names[1:], strict=False)
+        ]
+        head = {
+            "why_complete": why,
+            "names": names,
+            "near": near,
+            "lengths": [len(each) for each in packed],
+        }
         return b"".join([json.dumps(head).encode(), b"\n", *packed])
 
     text, _, packed = call.world.share(f"{call.what}: reading its base", 0, read).partition(b"\n")
@@ -160,6 +168,16 @@ def _share_chain(
         found.append(Manifest.from_bytes(packed[begin : begin + length]))
         begin += length
     return head, found
+
+
+def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
+    """Returns where the base and its bases are, as this rank names them."""
+    first, *others = head["names"]
+    given, bases = call.options.base, call.options.bases
+    found = [call.location.sibling(first) if given is None else locate(given)]
+    for name, is_near in zip(others, head["near"], strict=True):
+        found.append(location_of_base(name, found[-1], None if is_near else bases))
+    return found
 
 
 def _require_same_copy(call: SaveCall, storage: PatientStorage, base: Base) -> None:

@@ -148,6 +148,7 @@ class Catalog:
         root: A local directory or a URL; it need not exist yet.
         storage_options: As for `fastload.load`.
         patience: The number of attempts at a request, and the time for them.
+        checks_bases: Whether a delta is damaged if its base is not in the root.
 
     Attributes:
         damaged: Steps of checkpoints that are listed as complete, and failed to load.
@@ -158,8 +159,11 @@ class Catalog:
         root: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None,
         patience: Patience,
+        *,
+        checks_bases: bool = True,
     ) -> None:
         self.root = locate(root)
+        self._checks_bases = checks_bases
         self._storage_options = storage_options
         self._patience = patience
         self.damaged: set[int] = set()
@@ -224,7 +228,7 @@ class Catalog:
             each(unknown, read, num_threads=_READS_AT_ONCE)
         self._records = records
         entries = [_entry(step, folder, records.get(step)) for step, folder in folders.items()]
-        return _with_bases(entries), folders
+        return _with_bases(entries, in_root_only=self._checks_bases), folders
 
     def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _RecordRead:
         url = f"{storage.url}/{name}"
@@ -386,17 +390,27 @@ def _bases(entry: Entry, by_name: Mapping[str, Entry]) -> Iterator[Entry]:
         entry = found
 
 
-def _with_bases(entries: list[Entry]) -> list[Entry]:
-    """Returns the entries, with deltas as damaged whose base is missing, replaced or not complete."""
+def _with_bases(entries: list[Entry], *, in_root_only: bool) -> list[Entry]:
+    """Returns the entries, with deltas as damaged whose base is missing, replaced or not complete.
+
+    Args:
+        entries: The entries.
+        in_root_only: Whether all bases have to be among them.
+    """
     by_name = {_name_of(one.step): one for one in entries}
     for one in sorted(entries, key=lambda one: one.summary.num_deltas if one.summary is not None else 0):
         summary = one.summary
         if summary is None or not summary.base or not one.is_complete or not _NAME.fullmatch(summary.base):
             continue
         base = by_name.get(summary.base)
+        is_there = (
+            base is not None and base.summary is not None and base.summary.digest == summary.base_digest
+        )
+        if not is_there and not in_root_only:
+            continue
         if base is None:
             problem = f"its base {summary.base} is missing"
-        elif base.summary is None or base.summary.digest != summary.base_digest:
+        elif not is_there:
             problem = f"its base {summary.base} was replaced"
         elif not base.is_complete:
             problem = f"its base {summary.base} is {base.state}: {base.problem}"

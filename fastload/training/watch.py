@@ -85,7 +85,8 @@ def watch(
     what = f"watching {name_of(root)}"
     world, chosen, location = meet(process_group, what, options, LoadOptions, ready)
     chosen = replace(chosen, atomic=True)
-    catalog = Catalog(location, storage_options, Patience(chosen.retries, world.patience_s / 2))
+    patience = Patience(chosen.retries, world.patience_s / 2)
+    catalog = Catalog(location, storage_options, patience, checks_bases=chosen.bases is None)
     shared = {
         "root": location.given,
         "after": after,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def is_delta(path: Path) -> bool:
     return (path / "delta.safetensors").exists()
 
 
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [str(each) for each in arguments])
+def run(*arguments: object, env: dict[str, str] | None = None) -> str:
+    result = CliRunner().invoke(main, [str(each) for each in arguments], env=env)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -110,6 +111,30 @@ def test_a_watch_takes_the_deltas(rank: int, world: int, tmp_path: Path) -> None
     assert patched == [0, nbytes, nbytes]
 
 
+@ranks(2)
+def test_a_watch_of_deltas_whose_base_is_elsewhere(rank: int, world: int, tmp_path: Path) -> None:
+    states = [weights()]
+    complete, root = tmp_path / "complete", tmp_path / "deltas"
+    fastload.save(states[0], complete / "step_00000000", options=OPTIONS)
+    base = complete / "step_00000000"
+    for number in (1, 2):
+        states.append(step(states[-1], number))
+        path = root / f"step_{number:08}"
+        fastload.save(states[-1], path, options=replace(OPTIONS, base=base, bases=complete))
+        assert is_delta(path)
+        base = path
+    chosen = fastload.LoadOptions(timeout_s=20, bases=complete)
+    model = {name: tensor.clone() for name, tensor in states[0].items()}
+    with fastload.watch(root, newest_only=False, poll_s=0.05, timeout_s=10, options=chosen) as versions:
+        for _, version in zip(range(2), versions, strict=False):
+            version.load(into=model)
+            assert_same_bits(model, states[version.step])
+    assert {one.state for one in entries(root).values()} == {"damaged"}
+    if rank == 0:
+        listed = run("ls", "--json", root, env={"FASTLOAD_BASES": str(complete)})
+        assert {row["state"] for row in json.loads(listed)["checkpoints"]} == {"complete"}
+
+
 def test_convert_makes_a_complete_checkpoint(tmp_path: Path) -> None:
     first = weights()
     second = step(first, 1)
@@ -119,10 +144,11 @@ def test_convert_makes_a_complete_checkpoint(tmp_path: Path) -> None:
         {**second, "step": 2}, tmp_path / "1", options=SaveOptions(block_bytes=4096, base=tmp_path / "0")
     )
     assert is_delta(tmp_path / "1")
-    with pytest.raises(OptionError, match="convert"):
-        fastload.stage(tmp_path / "1", tmp_path / "staged")
-    run("convert", tmp_path / "1", tmp_path / "2")
-    shutil.rmtree(tmp_path / "0")
+    shutil.move(tmp_path / "0", tmp_path / "elsewhere" / "0")
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "1"), str(tmp_path / "2")])
+    assert "1: a delta of" in result.output
+    run("convert", tmp_path / "1", tmp_path / "2", env={"FASTLOAD_BASES": str(tmp_path / "elsewhere")})
+    shutil.rmtree(tmp_path / "elsewhere")
     state = fastload.load(tmp_path / "2", options=LOAD)
     assert state.pop("step") == 2
     assert_same_bits(state, second)

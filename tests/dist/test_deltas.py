@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Shard
 import fastload
 from fastload.errors import (
     CheckpointError,
+    CheckpointExists,
     CheckpointNotFound,
     ChecksumError,
     IncompleteCheckpoint,
@@ -78,7 +80,7 @@ def step(state: Mapping[str, Tensor], seed: int, part: float = 0.02) -> dict[str
 
 @ranks(2)
 def test_the_page(rank: int, world: int, tmp_path: Path) -> None:
-    first, last = re.findall(r"^```python\n(.*?)^```$", page("docs/deltas.md"), re.MULTILINE | re.DOTALL)
+    first, *_, last = re.findall(r"^```python\n(.*?)^```$", page("docs/deltas.md"), re.MULTILINE | re.DOTALL)
     model, base = torch.nn.Linear(600, 300), tmp_path / "0"
     torch.manual_seed(0)
 
@@ -438,7 +440,9 @@ def test_bases_that_cannot_be_used(rank: int, world: int, tmp_path: Path) -> Non
         (tmp_path / "none", CheckpointNotFound, "none"),
         (tmp_path / "foreign", OptionError, "fastload did not save it"),
         (tmp_path / "damaged", CheckpointError, "damaged/fastload.json"),
-        (tmp_path / "below" / "0", OptionError, "is not next to"),
+        (tmp_path / "below" / "0", CheckpointNotFound, "below/0"),
+        ("/", OptionError, "no directory with a name"),
+        ("s3://bucket", OptionError, "no directory with a name"),
         (tmp_path / "new", OptionError, "is the checkpoint to save"),
     ):
         with pytest.raises(kind, match=text):
@@ -447,6 +451,109 @@ def test_bases_that_cannot_be_used(rank: int, world: int, tmp_path: Path) -> Non
     for value in ("", 3):
         with pytest.raises(OptionError, match="base="):
             fastload.SaveOptions(base=value)  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_a_base_in_another_directory(rank: int, world: int, tmp_path: Path) -> None:
+    """The record has its name and digest only; where it is, the loader says."""
+    complete, deltas = tmp_path / "complete", tmp_path / "deltas"
+    states = [weights()]
+    for number in (1, 2, 3):
+        states.append(step(states[-1], number))
+    for number in (0, 1):  # which have the names of deltas
+        fastload.save(states[0] if not number else states[3], complete / str(number), options=options())
+    fastload.save(states[3], deltas / "0", options=options())
+    where = {"timeout_s": 20, "bases": complete}
+    load, atomic = fastload.LoadOptions(**where), fastload.LoadOptions(**where, atomic=True)
+    report = save(states[1], deltas / "1", base=complete / "0")
+    assert report.base == str(complete / "0")
+    with pytest.raises(ManifestError, match=r"deltas/0 .*its base was replaced"):
+        save(states[2], deltas / "2", base=deltas / "1")
+    save(states[2], deltas / "2", base=deltas / "1", bases=complete)
+    dist.barrier()
+    record = json.loads((deltas / "1" / "fastload.json").read_bytes())
+    assert record["delta"]["base"] == "0"
+    assert str(tmp_path) not in (deltas / "1" / "fastload.json").read_text()
+    for number, path in ((1, deltas / "1"), (2, deltas / "2")):
+        assert_same_bits(fastload.load(path, options=load), states[number])
+        into = copy.deepcopy(states[0])
+        fastload.load(path, into=into, options=atomic)
+        assert_same_bits(into, states[number])
+        with fastload.open(path, options=load) as checkpoint:
+            assert_same_bits(dict(checkpoint.tensors()), states[number])
+        with fastload.prefetch(path, options=load) as checkpoint:
+            checkpoint.wait()
+            assert_same_bits(checkpoint.load(), states[number])
+        assert fastload.verify(path, options=load).nbytes == fastload.verify(complete / "0").nbytes
+        if rank == 0:
+            manifest = fastload.inspect(path, options=load)
+            assert {entry.name for entry in manifest.tensors} == set(states[0])
+            with pytest.raises(ManifestError, match="its base was replaced"):
+                fastload.inspect(path)
+    with pytest.raises(ManifestError, match=r"deltas/0 .*its base was replaced"):
+        fastload.load(deltas / "1", options=LOAD)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(deltas / "0")
+        (deltas / "0").mkdir()
+        (deltas / "0" / "fastload.json").write_text("{}")  # no error of another checkpoint with its name
+    dist.barrier()
+    assert_same_bits(fastload.load(deltas / "2", options=load), states[2])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(deltas / "0")
+    dist.barrier()
+    assert_same_bits(fastload.load(deltas / "2", options=load), states[2])
+    for chosen, place in ((LOAD, deltas), (replace(load, bases=tmp_path / "none"), tmp_path / "none")):
+        with pytest.raises(IncompleteCheckpoint, match=f"deltas/1: a delta of {place}/0: .*bases="):
+            fastload.load(deltas / "2", options=chosen)
+        if rank == 0:
+            with pytest.raises(IncompleteCheckpoint, match=f"deltas/1: a delta of {place}/0: .*bases="):
+                fastload.inspect(deltas / "2", options=chosen)
+    dist.barrier()
+    if rank == 0:
+        (complete / "0").rename(complete / "away")
+        (complete / "1").rename(complete / "0")
+    dist.barrier()
+    with pytest.raises(ManifestError, match=r"complete/0 .*its base was replaced"):
+        fastload.load(deltas / "2", options=load)
+
+
+@ranks(2)
+def test_a_staged_delta_has_its_bases(rank: int, world: int, tmp_path: Path) -> None:
+    complete, deltas, disk = tmp_path / "complete", tmp_path / "deltas", tmp_path / "disk"
+    states = [weights()]
+    fastload.save(states[0], complete / "0", options=options())
+    for number in (1, 2, 3):
+        states.append(step(states[-1], number))
+        base = (deltas if number > 1 else complete) / str(number - 1)
+        save(states[-1], deltas / str(number), base=base, bases=complete)
+    reports: list[fastload.StageReport] = []
+    chosen = fastload.StageOptions(timeout_s=20, bases=complete, on_report=reports.append)
+    with pytest.raises(IncompleteCheckpoint, match="bases="):
+        fastload.stage(deltas / "2", disk / "two", options=fastload.StageOptions(timeout_s=20))
+    with pytest.raises(OptionError, match="one of its bases has the name"):
+        fastload.stage(deltas / "2", disk / "1", options=chosen)
+    assert not disk.exists()
+    report = fastload.stage(deltas / "2", disk / "two", options=chosen)
+    assert report.path == str(disk / "two")
+    assert [one.path for one in reports] == [str(disk / name) for name in ("0", "1", "two")]
+    assert reports[-1] == report
+    assert_same_bits(fastload.load(disk / "two", options=LOAD), states[2])
+    reports.clear()
+    fastload.stage(deltas / "3", disk / "3", options=chosen)  # of which only the last two are not there
+    sizes = [sum(len(data) for data in files(deltas / str(number)).values()) for number in (2, 3)]
+    assert sum(one.bytes_read for one in reports) == sum(sizes)
+    assert_same_bits(fastload.load(disk / "3", options=LOAD), states[3])
+    # What has the name of a base is never replaced.
+    dist.barrier()
+    other = tmp_path / "other"
+    fastload.save(states[2], other / "1", options=options())
+    save(states[3], other / "3", base=other / "1")
+    overwriting = replace(chosen, overwrite=True, bases=None)
+    with pytest.raises(CheckpointExists, match=f"{disk}/1: has the name of a base of .*other/3"):
+        fastload.stage(other / "3", disk / "3", options=overwriting)
+    assert_same_bits(fastload.load(disk / "3", options=LOAD), states[3])
 
 
 def bad_counts(stored: dict[str, Tensor]) -> None:

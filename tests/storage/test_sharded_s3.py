@@ -41,3 +41,25 @@ def test_shards_become_the_same_parts(tmp_path: Path) -> None:
     folder = tmp_path / "server" / BUCKET / "sharded"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == plain
     assert max(written) < sum(written) / 3 + 4 * s3._LEAST_PART_BYTES
+
+
+def save_delta(rank: int, world: int, url: str, base: str, storage: Any) -> tuple[bool, bool]:
+    chosen = fastload.SaveOptions(timeout_s=50, base=base)
+    before = fastload.load(base, storage_options=storage, options=fastload.LoadOptions(timeout_s=50))
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    after["t1"][5] += 1
+    report = fastload.save(after, url, storage_options=storage, options=chosen)
+    load = fastload.LoadOptions(timeout_s=50, bases=base.rpartition("/")[0])
+    loaded = fastload.load(url, storage_options=storage, options=load)
+    fastload.load(url, into=before, storage_options=storage, options=load)
+    return bool(report.base), all(
+        loaded[name].equal(tensor) and before[name].equal(tensor) for name, tensor in after.items()
+    )
+
+
+def test_a_delta_in_a_bucket_of_a_base_elsewhere(tmp_path: Path, seaweed: dict[str, Any]) -> None:
+    for base in (str(tmp_path / "local" / "0"), f"s3://{BUCKET}/complete/0"):
+        fastload.save(state(), base, storage_options=seaweed)
+        url = f"s3://{BUCKET}/deltas/{base[0]}1"
+        for found in run_ranks(save_delta, 2, url=url, base=base, storage=seaweed):
+            assert found == (True, True)

@@ -32,6 +32,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("atomic", "yes", True, True),
     ("prefetch_bytes", "1GiB", 1 << 30, 0),
     ("dequantize", "yes", True, True),
+    ("bases", "s3://bucket/complete", "s3://bucket/complete", "/complete"),
     ("trace", "a/b.json", "a/b.json", "c.json"),
 ]
 
