@@ -163,7 +163,7 @@ def flush(
             if world.rank == source:
                 with closing(_storage(world, folder, found)) as storage:
                     small = [(name, read_file(storage, name)) for name in (*table.whole, RECORD_NAME)]
-                target.publish([each for each in receipts if each is not None], small, overwrite=True)
+                target.publish([each for each in receipts if each is not None], small)
 
         world.agree(f"{what}: publishing", publish)
     except BaseException:

@@ -55,7 +55,7 @@ def commit(
     small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
     small_files += zip((file.name for file in own.files), own.contents, strict=True)
     small_files.append((RECORD_NAME, record.to_bytes()))
-    target.publish([each.written for each in receipts], small_files, overwrite=bool(call.options.overwrite))
+    target.publish([each.written for each in receipts], small_files)
     return own
 
 

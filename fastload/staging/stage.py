@@ -357,8 +357,7 @@ class Stage:
             if self._copy is not None and moved.receipt is not None:
                 receipts: list[Mapping[str, Any]] = [moved.receipt, {"written": self._stock.kept}]
                 text = receipt_of(inventory, self._stock, self._copy.state_of_files())
-                overwrite = self._options.overwrite or self._stock.damaged
-                self._copy.publish(receipts, [(STAGED_NAME, text)], overwrite=overwrite)
+                self._copy.publish(receipts, [(STAGED_NAME, text)])
             return asdict(replace(moved.report, total_s=time.perf_counter() - self._began))
 
         ranks = self._world.agree(f"{self._what}: publishing", publish)

@@ -411,21 +411,16 @@ class Target(Protocol):
         """
 
     def publish(
-        self,
-        receipts: Sequence[Mapping[str, Any]],
-        small_files: Sequence[tuple[str, bytes]],
-        *,
-        overwrite: bool,
+        self, receipts: Sequence[Mapping[str, Any]], small_files: Sequence[tuple[str, bytes]]
     ) -> None:
         """Makes the checkpoint exist, on the coordinator.
 
         Args:
             receipts: The receipts of all ranks, from `flush`.
             small_files: Name and content of whole files; the last one is the commit record.
-            overwrite: Whether to replace a checkpoint.
 
         Raises:
-            CheckpointExists: Another save was faster, and `overwrite` is off.
+            CheckpointExists: Another save was faster, and `prepare` was not to replace a checkpoint.
             StorageError: Bytes are missing, or storage failed. The old checkpoint, if any, is still there
                 (on object stores: unless it was being replaced).
         """

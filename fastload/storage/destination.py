@@ -42,6 +42,7 @@ class LocalDestination:
         self._names = names
         self._signs = signs
         self._parent: int | None = None
+        self._replaces = False  # whether a checkpoint may be replaced
 
     @property
     def parent(self) -> int:
@@ -78,12 +79,13 @@ class LocalDestination:
                 "renaming a directory copies it. Save to the bucket itself, such as s3://bucket/path; loads "
                 "through the mount work"
             )
+        self._replaces = overwrite
         with self._open() as there:
             if there is not None:
-                self._kept(there, written, overwrite=overwrite)
+                self._kept(there, written)
 
-    def take(self, held: Pending, data: int, written: Sequence[str], *, overwrite: bool) -> None:
-        """Publishes a checkpoint: renames the data of a pending directory to this path.
+    def take(self, held: Pending, data: int, written: Sequence[str]) -> None:
+        """Publishes a checkpoint, after `check`: renames the data of a pending directory to this path.
 
         Files that are not the old checkpoint's own are in both directories before the exchange, so they never
         disappear. Changes to them in the meantime are carried over after it.
@@ -92,18 +94,17 @@ class LocalDestination:
             held: The pending directory.
             data: Descriptor of its data directory.
             written: Names of all files of the new checkpoint.
-            overwrite: Whether to replace a checkpoint.
 
         Raises:
             CheckpointExists: As for `check`.
             OptionError: As for `check`.
             OSError: It failed, or is not durable; the old checkpoint is back in place.
         """
-        old = self._rename_in(held, data, written, overwrite=overwrite)
+        old = self._rename_in(held, data, written)
         try:
             if old:
                 with closing(folders.open_folder(old, held.folder)) as there:
-                    if self._keep(there, data, written, overwrite=overwrite):
+                    if self._keep(there, data, written):
                         os.fsync(data)
             os.fsync(self.parent)
             os.fsync(held.folder)
@@ -116,13 +117,13 @@ class LocalDestination:
                 held.restore()
             raise
 
-    def _rename_in(self, held: Pending, data: int, written: Sequence[str], *, overwrite: bool) -> str:
+    def _rename_in(self, held: Pending, data: int, written: Sequence[str]) -> str:
         """Returns the name of the old checkpoint in the pending directory; empty if there was none."""
         for _ in range(_NUM_TRIES):
             with self._open() as there:
                 occupied = there is not None and bool(folders.names(there))
                 if there is not None:
-                    self._keep(there, data, written, overwrite=overwrite)
+                    self._keep(there, data, written)
             os.fsync(data)
             with suppress(_Changed):
                 return self._exchange(held) if occupied else self._rename(held)
@@ -155,13 +156,13 @@ class LocalDestination:
             raise _Changed from None
         return ""
 
-    def _keep(self, there: int, data: int, written: Sequence[str], *, overwrite: bool) -> bool:
+    def _keep(self, there: int, data: int, written: Sequence[str]) -> bool:
         """Gives the new directory the other files of the old one, and its mode and group.
 
         Returns:
             Whether files were added or removed.
         """
-        kept = self._kept(there, written, overwrite=overwrite)
+        kept = self._kept(there, written)
         gone = set(folders.names(data)) - {*written, *kept}
         for name in gone:
             os.unlink(name, dir_fd=data)
@@ -171,12 +172,12 @@ class LocalDestination:
             _log.warning("%s: cannot keep the group of the directory: %s", self.path, error.strerror)
         return folders.carry(kept, there, data) or bool(gone)
 
-    def _kept(self, there: int, written: Sequence[str], *, overwrite: bool) -> list[str]:
+    def _kept(self, there: int, written: Sequence[str]) -> list[str]:
         """Checks that the checkpoint may be replaced; returns the names of files that are not its own."""
         found = folders.kinds(there)
         if not found:
             return []
-        if not overwrite:
+        if not self._replaces:
             raise CheckpointExists(f"{self.path} exists: pass overwrite=True (--overwrite) to replace it")
         signs = [name for name in self._signs if name in found]
         if not signs and found.keys().isdisjoint(self._names.others):

@@ -118,11 +118,7 @@ class LocalTarget:
         return {"written": self.written.to_json()}
 
     def publish(
-        self,
-        receipts: Sequence[Mapping[str, Any]],
-        small_files: Sequence[tuple[str, bytes]],
-        *,
-        overwrite: bool,
+        self, receipts: Sequence[Mapping[str, Any]], small_files: Sequence[tuple[str, bytes]]
     ) -> None:
         self.written.require_all(self._sizes, receipts, self.url)
         assert self._pending is not None
@@ -130,7 +126,7 @@ class LocalTarget:
             self._gathered.put(name, content)
         names = [*self._sizes, *(name for name, _ in small_files)]
         with os_errors(self.url):
-            self.destination.take(self._pending, self._gathered.folder, names, overwrite=overwrite)
+            self.destination.take(self._pending, self._gathered.folder, names)
         self._release()
 
     def abort(self) -> None:

@@ -145,11 +145,7 @@ class MemoryTarget:
         return {"written": self._written.to_json()}
 
     def publish(
-        self,
-        receipts: Sequence[Mapping[str, Any]],
-        small_files: Sequence[tuple[str, bytes]],
-        *,
-        overwrite: bool,
+        self, receipts: Sequence[Mapping[str, Any]], small_files: Sequence[tuple[str, bytes]]
     ) -> None:
         self._written.require_all(self._sizes, receipts, self.url)
         self.published = Published([receipt["written"] for receipt in receipts], list(small_files))

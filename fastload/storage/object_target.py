@@ -98,10 +98,14 @@ class OwnerFile:
         bucket: The storage of its parent.
         keys: Keys of the save.
         names: Names of files of a checkpoint.
+        overwrite: Whether to replace a checkpoint.
     """
 
-    def __init__(self, url: str, bucket: WritableStorage, keys: Keys, names: Names) -> None:
+    def __init__(
+        self, url: str, bucket: WritableStorage, keys: Keys, names: Names, *, overwrite: bool
+    ) -> None:
         self.keys = keys
+        self._overwrite = overwrite
         self._names = names
         self._url = url
         self._bucket = bucket
@@ -111,12 +115,11 @@ class OwnerFile:
         self._cleared = False
         self._lock = threading.Lock()
 
-    def check_free(self, written: Iterable[str], *, overwrite: bool) -> tuple[set[str], bool]:
+    def check_free(self, written: Iterable[str]) -> tuple[set[str], bool]:
         """Checks that a new checkpoint can be published here.
 
         Args:
             written: Names of files of the new checkpoint.
-            overwrite: Whether to replace a checkpoint.
 
         Returns:
             The names of files to remove, and whether there is no owner file.
@@ -133,9 +136,9 @@ class OwnerFile:
             age_s = time.time() - self._bucket.modified_s(self._key)
             if age_s < _PUBLISHING_S:
                 raise CheckpointExists(f"{self._url}: {lease.owner or 'another save'} is publishing there")
-        return self._own(there, written, lease.files, overwrite=overwrite), not is_owned
+        return self._own(there, written, lease.files), not is_owned
 
-    def acquire(self, names: Sequence[str], *, overwrite: bool) -> None:
+    def acquire(self, names: Sequence[str]) -> None:
         """Writes the owner file, which keeps other saves out, and removes old files.
 
         Between two saves at once the store decides, if it supports conditional puts; a second put, which must
@@ -144,13 +147,12 @@ class OwnerFile:
 
         Args:
             names: Names of all files of the new checkpoint.
-            overwrite: As for `check_free`.
 
         Raises:
             CheckpointExists: As for `check_free`, or another save was faster.
             OptionError: As for `check_free`.
         """
-        own, is_fresh = self.check_free(names, overwrite=overwrite)
+        own, is_fresh = self.check_free(names)
         self._files = sorted({*names, *own} - {self._names.owner})
         decided = not self._put(fresh=is_fresh) or (is_fresh and not self._put(fresh=True))
         if not decided:
@@ -158,7 +160,7 @@ class OwnerFile:
         if not self._is_ours:  # read it: the response to a put may be lost, and its retry refused
             raise CheckpointExists(f"{self._url}: another save is being published there")
         there = {*self._bucket.files(self.keys.name)}
-        own = self._own(there, names, self._files, overwrite=overwrite)
+        own = self._own(there, names, self._files)
         if not own <= {*self._files, self._names.owner}:  # of another save, which was faster
             self._files = sorted({*self._files, *own} - {self._names.owner})
             self._put()
@@ -200,12 +202,12 @@ class OwnerFile:
         """Deletes the owner file."""
         self._bucket.delete([self._key])
 
-    def _own(
-        self, there: set[str], written: Iterable[str], listed: Iterable[str], *, overwrite: bool
-    ) -> set[str]:
-        is_replaced = overwrite and self._names.record in there
+    def _own(self, there: set[str], written: Iterable[str], listed: Iterable[str]) -> set[str]:
+        is_replaced = self._overwrite and self._names.record in there
         record = self._bucket.get(self.keys.published(self._names.record)) if is_replaced else None
-        return replaced_names(self._url, there, record, listed, written, self._names, overwrite=overwrite)
+        return replaced_names(
+            self._url, there, record, listed, written, self._names, overwrite=self._overwrite
+        )
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes published files, the record first."""
@@ -326,9 +328,9 @@ class ObjectTarget:
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
         self._sizes = dict(files)
         keys = Keys(self._name, new_token())
-        owner = OwnerFile(self.url, self._bucket, keys, self._names)
+        owner = OwnerFile(self.url, self._bucket, keys, self._names, overwrite=overwrite)
         with self._errors(""):
-            owner.check_free(self._sizes, overwrite=overwrite)
+            owner.check_free(self._sizes)
             self._clean()
             self._owner = owner
             living_saves.add(keys.token)
@@ -379,11 +381,7 @@ class ObjectTarget:
         return {"written": self._written.to_json(), **self._uploads.receipt()}
 
     def publish(
-        self,
-        receipts: Sequence[Mapping[str, Any]],
-        small_files: Sequence[tuple[str, bytes]],
-        *,
-        overwrite: bool,
+        self, receipts: Sequence[Mapping[str, Any]], small_files: Sequence[tuple[str, bytes]]
     ) -> None:
         self._written.require_all(self._sizes, receipts, self.url)
         owner = self._owner
@@ -391,7 +389,7 @@ class ObjectTarget:
         *others, (record, content) = small_files
         with self._errors(""):
             names = [*self._sizes, *(name for name, _ in small_files)]
-            owner.acquire(names, overwrite=overwrite)
+            owner.acquire(names)
 
         def publish_file(name: str) -> None:
             with self._errors(name):
@@ -441,7 +439,7 @@ class ObjectTarget:
         living_saves.add(keys.token)
         try:
             with self._errors(""):
-                OwnerFile(self.url, self._bucket, keys, self._names).acquire_all()
+                OwnerFile(self.url, self._bucket, keys, self._names, overwrite=True).acquire_all()
                 self._bucket.delete_folder(self._name)
         finally:
             living_saves.discard(keys.token)

@@ -497,7 +497,7 @@ class RunName:
         with closing(self._catalog.open_target(root / _FOLDER)) as target:
             try:
                 target.prepare([], overwrite=True)
-                target.publish([target.flush()], [(RECORD_NAME, record.to_bytes())], overwrite=True)
+                target.publish([target.flush()], [(RECORD_NAME, record.to_bytes())])
             except BaseException:
                 target.abort()
                 raise

@@ -104,7 +104,7 @@ def test_a_server_that_stalls_in_the_middle_of_a_part_gets_it_once(proxy: Any) -
     target = open_target(URL, NAMES, storage, patience=Patience(retries=0))
     target.prepare([("data", len(data))], overwrite=False)
     target.write("data", 0, memoryview(data))
-    target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)
+    target.publish([target.flush()], [("fastload.json", b"{}")])
     target.close()
     assert (folder / "data").read_bytes() == data
 

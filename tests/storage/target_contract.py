@@ -86,7 +86,7 @@ class TargetContract:
         targets = self.begin(url, files, num, overwrite=overwrite)
         write_shares(targets, files)
         receipts = [through_json(target.flush()) for target in targets]
-        targets[0].publish(receipts, small_files(files), overwrite=overwrite)
+        targets[0].publish(receipts, small_files(files))
         for target in targets:
             target.close()
 
@@ -122,7 +122,7 @@ class TargetContract:
         write_shares([target], files)
         receipt = target.flush()
         assert self.read(url) == {}
-        target.publish([receipt], small_files(files), overwrite=False)
+        target.publish([receipt], small_files(files))
         target.close()
 
     def test_what_is_there_is_not_overwritten(self, root: str, url: str, files: dict[str, bytes]) -> None:
@@ -146,7 +146,7 @@ class TargetContract:
     def test_what_is_no_checkpoint_is_never_overwritten(self, url: str, files: dict[str, bytes]) -> None:
         target = self.begin(url, {"thesis.safetensors": b"x"})[0]
         target.write("thesis.safetensors", 0, memoryview(b"x"))
-        target.publish([target.flush()], [("thesis.tex", b"years of work")], overwrite=False)
+        target.publish([target.flush()], [("thesis.tex", b"years of work")])
         target.close()
         with pytest.raises(OptionError, match=r"no fastload\.json"):
             self.begin(url, files, overwrite=True)
@@ -177,7 +177,7 @@ class TargetContract:
         """Saves a checkpoint beside files that its record does not name."""
         (target,) = self.begin(url, files)
         write_shares([target], files)
-        target.publish([target.flush()], [*users.items(), *small_files(files)], overwrite=False)
+        target.publish([target.flush()], [*users.items(), *small_files(files)])
         target.close()
 
     def test_abort_leaves_nothing(self, root: str, url: str, files: dict[str, bytes]) -> None:
@@ -197,7 +197,7 @@ class TargetContract:
         targets = self.begin(url, files, 2)
         write_shares(targets, files)
         with pytest.raises(StorageError, match=r"step-7/\S+ \[bytes \d+-\d+\]: no rank wrote it"):
-            targets[0].publish([targets[1].flush()], small_files(files), overwrite=False)
+            targets[0].publish([targets[1].flush()], small_files(files))
         for target in targets:
             target.abort()
             target.close()
@@ -215,7 +215,7 @@ class TargetContract:
         def publish(number: int) -> None:
             start.wait(10)
             try:
-                targets[number].publish([receipts[number]], small_files(files), overwrite=False)
+                targets[number].publish([receipts[number]], small_files(files))
                 outcomes[number] = "won"
             except (CheckpointExists, StorageError) as error:  # or it is told that another took its place
                 outcomes[number] = str(error)
@@ -257,7 +257,7 @@ class TargetContract:
         write_shares([target], {other: content for other, content in files.items() if other != name})
         for thread in threads:
             thread.join(30)
-        target.publish([target.flush()], small_files(files), overwrite=False)
+        target.publish([target.flush()], small_files(files))
         target.close()
         assert self.read(url) == {**files, **dict(small_files(files))}
 
@@ -268,7 +268,7 @@ class TargetContract:
         other = self.target(f"{root}/step-9")
         assert other.clean_abandoned() == []
         other.close()
-        targets[0].publish([target.flush() for target in targets], small_files(files), overwrite=False)
+        targets[0].publish([target.flush() for target in targets], small_files(files))
         for target in targets:
             target.close()
         assert self.read(url) == {**files, **dict(small_files(files))}

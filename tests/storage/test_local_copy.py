@@ -56,7 +56,7 @@ def test_goes_on_with_what_a_dead_one_left(tmp_path: Path) -> None:
     copy.note(b", and more")
     copy.write("a", 3000, memoryview(bytearray(b"y" * 2000)))
     receipts = [copy.flush(), {"written": {"a": [(0, 3000)]}}]
-    copy.publish(receipts, [(STAGED_NAME, b"{}")], overwrite=False)
+    copy.publish(receipts, [(STAGED_NAME, b"{}")])
     copy.close()
     assert (tmp_path / "copy" / "a").read_bytes() == b"x" * 3000 + b"y" * 2000
     assert sorted(os.listdir(tmp_path / "copy")) == [STAGED_NAME, "a", "b"]
@@ -67,7 +67,7 @@ def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
     copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     copy.resume(FILES, ID, overwrite=False)
     with pytest.raises(StorageError, match="no rank wrote it"):
-        copy.publish([copy.flush(), {"written": {"a": [(0, 3000)]}}], [(STAGED_NAME, b"{}")], overwrite=False)
+        copy.publish([copy.flush(), {"written": {"a": [(0, 3000)]}}], [(STAGED_NAME, b"{}")])
     copy.close()
     copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     assert copy.resume(FILES, ID, overwrite=False) == b""

@@ -38,7 +38,7 @@ def begin(path: Path, nbytes: int, *, overwrite: bool = False, io: str = "auto")
 def save(path: Path, content: bytes, *, overwrite: bool = False) -> None:
     target = begin(path, len(content), overwrite=overwrite)
     target.write(NAME, 0, memoryview(bytearray(content)))
-    target.publish([target.flush()], [(RECORD_NAME, content[:8])], overwrite=overwrite)
+    target.publish([target.flush()], [(RECORD_NAME, content[:8])])
     target.close()
 
 
@@ -70,7 +70,7 @@ def test_direct_and_buffered_writes_meet(tmp_path: Path) -> None:
     random.Random(2).shuffle(pieces)
     for first, last in pieces:
         target.write(NAME, first, source[first:last])
-    target.publish([target.flush()], [(RECORD_NAME, content[:8])], overwrite=False)
+    target.publish([target.flush()], [(RECORD_NAME, content[:8])])
     target.close()
     assert loaded(tmp_path / "a") == content
 
@@ -161,7 +161,7 @@ def test_a_publish_that_is_not_durable_is_undone(tmp_path: Path, monkeypatch: py
         receipt = target.flush()
         monkeypatch.setattr(os, "fsync", broken)
         with pytest.raises(StorageError, match="EIO"):
-            target.publish([receipt], [(RECORD_NAME, b"new")], overwrite=overwrite)
+            target.publish([receipt], [(RECORD_NAME, b"new")])
         monkeypatch.setattr(os, "fsync", real)
         target.abort()
     assert loaded(tmp_path / "a") == b"old"
@@ -188,7 +188,7 @@ def test_an_old_checkpoint_that_cannot_be_put_back_at_once_is_kept(
         patch.setattr(folders, "exchange", unable)
         patch.setattr(os, "rename", broken)
         with pytest.raises(StorageError, match="EIO"):
-            target.publish([target.flush()], [(RECORD_NAME, b"new")], overwrite=True)
+            target.publish([target.flush()], [(RECORD_NAME, b"new")])
         target.abort()
     save(tmp_path / "b", b"other")
     assert loaded(tmp_path / "a") == b"old"
@@ -231,7 +231,7 @@ def test_a_disk_that_fills_up_while_small_files_are_written(small_disk: Path) ->
     target = begin(small_disk / "a", 1 << 20, overwrite=True)
     target.write(NAME, 0, memoryview(bytes(1 << 20)))
     with pytest.raises(StorageError, match="ENOSPC"):
-        target.publish([target.flush()], [(RECORD_NAME, bytes(20 << 20))], overwrite=True)
+        target.publish([target.flush()], [(RECORD_NAME, bytes(20 << 20))])
     target.abort()
     target.close()
     assert loaded(small_disk / "a") == b"old"

@@ -87,7 +87,7 @@ def save(target: Target, files: Mapping[str, bytes], *, overwrite: bool = False)
     for name, content in files.items():
         target.write(name, 0, memoryview(content))
     record = record_of(files)
-    target.publish([target.flush()], [("index", b"index"), (RECORD_NAME, record)], overwrite=overwrite)
+    target.publish([target.flush()], [("index", b"index"), (RECORD_NAME, record)])
     target.close()
 
 
@@ -366,7 +366,7 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     commands = [[forking_python(), "-c", program, str(rank), *words] for rank in range(2)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     receipts = [json.loads(rank.communicate(timeout=50)[0]) for rank in ranks]
-    target.publish(receipts, [(RECORD_NAME, b"{}")], overwrite=False)
+    target.publish(receipts, [(RECORD_NAME, b"{}")])
     bucket = bucket_of(target)
     content = bucket.client.get_object(**bucket.named("step/a"))["Body"].read()
     assert content == bytes(step) + bytes([1]) * 5
@@ -414,7 +414,7 @@ def test_a_lost_answer_to_the_completion_is_no_error(target: ObjectTarget) -> No
         return real(**request)
 
     client.complete_multipart_upload = twice
-    target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
+    target.publish([receipt], [(RECORD_NAME, b"{}")])
     assert names(target) == ["a", RECORD_NAME]
 
 
@@ -489,7 +489,7 @@ def test_an_upload_that_somebody_ended_is_an_error(target: ObjectTarget) -> None
     receipt = target.flush()
     target._uploads.give_up("step", ticket["uploads"])
     with pytest.raises(StorageError, match="step/a: the store made None bytes of the 5"):
-        target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
+        target.publish([receipt], [(RECORD_NAME, b"{}")])
     target.abort()
     assert names(target) == []
 
@@ -519,7 +519,7 @@ def test_lists_do_not_grow_with_the_files(target: ObjectTarget, monkeypatch: pyt
         target.prepare([(name, 3) for name in content], overwrite=True)
         for name, text in content.items():
             target.write(name, 0, memoryview(text))
-        target.publish([target.flush()], [(RECORD_NAME, record_of(content))], overwrite=True)
+        target.publish([target.flush()], [(RECORD_NAME, record_of(content))])
         lists.append(0)
     assert lists[0] == lists[1] > 0
 

@@ -116,7 +116,7 @@ def copy_whole(path: Path) -> None:
     copy = LocalCopy(str(path), NAMES, io="auto")
     copy.resume([("model.safetensors", 7)], ID, overwrite=False)
     copy.write("model.safetensors", 0, memoryview(b"content"))
-    copy.publish([copy.flush()], [(STAGED_NAME, b"{}")], overwrite=False)
+    copy.publish([copy.flush()], [(STAGED_NAME, b"{}")])
     copy.close()
 
 
@@ -209,7 +209,7 @@ def test_pending_directories_are_entered_by_their_user_only(shared: Path) -> Non
         target.prepare([("x", 1)], overwrite=False)
         assert stat.S_IMODE(os.stat(target._pending.path).st_mode) == 0o700
         target.write("x", 0, memoryview(b"x"))
-        target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)
+        target.publish([target.flush()], [("fastload.json", b"{}")])
         target.close()
         assert stat.S_IMODE((shared / "a").stat().st_mode) == 0o777
     finally:
