@@ -303,7 +303,7 @@ class PartAssembler:
         self._snapshot = snapshot
         # Cached with the connections of successful saves: the first touch of memory takes four times as long
         # as to hash it.
-        self._buffers: dict[str, BufferRing] = wire.along("buffers", dict) if wire is not None else {}
+        self._buffers: dict[str, BufferRing] = wire.along("buffers") if wire is not None else {}
         messages = plan.messages
         self._reuse("parts", self.depth, [part.nbytes for part in plan.share.parts])
         self._reuse("scratch", 1, [message.nbytes for message in messages.local])

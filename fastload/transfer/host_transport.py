@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
+from fastload.base.threads import Workers
+from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.comm.shared_memory import HostMemory
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.transfer.links import Relay, Wire
+from fastload.transfer.links import Wire
 from fastload.transfer.messages import Message, Ranks, Route, Routing
 from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, Round, Transport, wait_sent
 
@@ -164,10 +166,6 @@ _NOTICE_TAGS = 720_720
 class HostTransport(Transport):
     """Gloo from host to host along trees, and shared memory within a host.
 
-    Each message enters each host once and is forwarded as soon as it has arrived, before the rest of its
-    round; receives are posted ahead. Messages go point to point: Gloo's collectives slow down as messages
-    grow, and cannot be interrupted.
-
     A rank that cannot read sends whatever is in its buffers, so that no rank waits for it. A notice precedes
     it on the same route.
 
@@ -183,23 +181,11 @@ class HostTransport(Transport):
     ) -> None:
         super().__init__(_name(routing), world.rank, pinned=pinned)
         self._routing = routing
-        self._sources: dict[tuple[int, int], None] = {}  # (reader, source)
-        self._targets: dict[int, dict[int, None]] = {}  # of each reader
-        for reader, ranks in pairs:
-            route = routing.route(reader, ranks)
-            if route.source is not None:
-                self._sources[reader, route.source] = None
-            self._targets.setdefault(reader, {}).update(dict.fromkeys(route.targets))
-        self._wire: Wire | None = None
-        if len(routing.hosts) > 1:
-            members = [rank for ranks in routing.hosts for rank in ranks]
-            targets = (rank for ranks in self._targets.values() for rank in ranks)
-            self._wire = Wire(world, members, {*(source for _, source in self._sources), *targets})
         self._notices = _Notices()
-        self._relay = Relay(self._forward, self._ended, self.watch, timedelta(seconds=world.patience_s))
-        self._shared: SharedBuffers | None = None
-        if len(routing.neighbours) > 1:
-            self._shared = SharedBuffers(world, routing.neighbours)
+        self._shared = SharedBuffers(world, routing.neighbours) if len(routing.neighbours) > 1 else None
+        self._relay: Relay | None = None
+        if len(routing.hosts) > 1:
+            self._relay = Relay(world, routing, pairs, self._notices, self._shared, self.watch)
 
     @property
     def shares_memory(self) -> bool:
@@ -207,34 +193,31 @@ class HostTransport(Transport):
 
     @property
     def bytes_in(self) -> int:
-        return self._relay.bytes_in
+        return self._relay.bytes_in if self._relay is not None else 0
 
     def route(self, message: Message) -> Route:
         return self._routing.route(message.reader, message.ranks)
 
     def offer(self) -> Any:
-        wire = self._wire.offer() if self._wire is not None else {"token": ""}
+        wire = self._relay.wire.offer() if self._relay is not None else {"token": ""}
         return {**wire, "host": self._shared.host.offer() if self._shared is not None else None}
 
     def renew(self) -> None:
         if self._shared is not None:
             self._shared.host.renew()
-        if self._wire is not None:
-            self._wire.renew()
+        if self._relay is not None:
+            self._relay.wire.renew()
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         if self._shared is not None:
             self._shared.host.accept([offer and offer["host"] for offer in offers])
-        return self._wire.accept(offers) if self._wire is not None else ()
+        return self._relay.wire.accept(offers) if self._relay is not None else ()
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:
             self._shared.connect(give_up=give_up)
-        if self._wire is not None:
-            self._wire.connect(give_up=give_up)
-            self._notices = self._wire.along("notices", _Notices)
-            self._expect_notices()
-            self._relay.begin()
+        if self._relay is not None:
+            self._relay.connect(give_up=give_up)
 
     def allocate(self, nbytes: int) -> Buffer:
         return self._shared.allocate(nbytes) if self._shared is not None else super().allocate(nbytes)
@@ -246,32 +229,22 @@ class HostTransport(Transport):
     def post(self, work: Round) -> None:
         if self._shared is not None:
             self._shared.post(work)
-        receives: list[tuple[Delivery, Any]] = []
-        try:
-            receives += [
-                (each, self._receive(each)) for each in work.incoming if each.route.source is not None
-            ]
-        except RuntimeError as error:
-            work.broke(error)
-        if self._wire is not None:
-            self._relay.post(work, receives)
+        if self._relay is not None:
+            self._relay.post(work)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
-        try:
-            if work.status:
-                self._notify(work, self._rank, _Notice(work.status, work.index))
-            if len(work.packed) < len(work.outgoing) and self._wire is not None:
-                self._wire.fail("this rank is lost to the load")
-            for each in work.packed:
-                self._send(work, each)
-        except RuntimeError as error:
-            work.broke(error)
+        notice = _Notice(work.status, work.index) if work.status else None
+        if self._relay is not None:
+            self._relay.send(work, self._rank, notice)
+            work.started.set()
+            return
+        if notice is not None:
+            self._notices.add(self._rank, notice)
         work.started.set()
-        if self._wire is None:  # all messages go through the memory of this host
-            self.watch.stop(work.began, round=work.index)
-            work.sent.set()
-            self._ended(work)
+        self.watch.stop(work.began, round=work.index)
+        work.sent.set()
+        _end(work, self._notices, self._shared)
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         wait_sent(work, until_s, give_up)
@@ -279,76 +252,180 @@ class HostTransport(Transport):
             self._shared.release(work)
 
     def close(self) -> None:
-        ended = self._relay.close(self._cut)
+        has_ended = self._relay is None or self._relay.end()
         if self._shared is not None:
             self._shared.close()
-        if ended and self._wire is not None:
-            self._notices = _Notices()  # the old ones hold the connections, which are in the cache
-            self._wire.close(keep=self._relay.is_intact)
+        if self._relay is not None and has_ended:
+            self._relay.close()
 
-    def _cut(self) -> None:
-        if self._wire is not None:
-            self._wire.cut()
 
-    def _expect_notices(self) -> None:
+def _end(work: Round, notices: _Notices, shared: SharedBuffers | None) -> None:
+    """Ends a round: at once if this rank shares no memory or its part broke, else with its host."""
+    statuses = notices.of(work)
+    if shared is not None and work.error is None:
+        shared.arrive(work, statuses)
+    else:
+        work.statuses = statuses
+        work.done.set()
+
+
+class Relay:
+    """Receives the messages of other hosts, and sends and forwards messages to them.
+
+    Each message enters each host once and is forwarded as soon as it has arrived, before the rest of its
+    round; receives are posted ahead. One thread forwards what arrives, round by round, and a second one waits
+    for the sends. Messages go point to point: Gloo's collectives slow down as messages grow, and cannot be
+    interrupted.
+
+    Args:
+        world: The ranks.
+        routing: The routes between the ranks that take part.
+        pairs: (reader, group) of all messages that this rank sends or receives.
+        notices: The notices of this load.
+        shared: The buffers of this host; None if its ranks share no memory.
+        watch: Stopped when the messages of a round have arrived and this rank's chunk was sent.
+
+    Attributes:
+        wire: The connections.
+        bytes_in: Bytes of messages received or expected.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        routing: Routing,
+        pairs: Iterable[tuple[int, Ranks]],
+        notices: _Notices,
+        shared: SharedBuffers | None,
+        watch: Stopwatch,
+    ) -> None:
+        self._targets: dict[int, dict[int, None]] = {}  # of each reader
+        for reader, ranks in pairs:
+            route = routing.route(reader, ranks)
+            if route.source is not None:
+                notices.sources[reader, route.source] = None
+            self._targets.setdefault(reader, {}).update(dict.fromkeys(route.targets))
+        members = [rank for ranks in routing.hosts for rank in ranks]
+        targets = (rank for ranks in self._targets.values() for rank in ranks)
+        self.wire = Wire(world, members, {*(source for _, source in notices.sources), *targets})
+        self.bytes_in = 0
+        self._notices = notices
+        self._shared = shared
+        self._watch = watch
+        self._timeout = timedelta(seconds=world.patience_s)
+        self._has_ended = False
+        self._is_intact = True  # whether every round so far was received and sent completely
+        # A wait for a send cannot watch the failure flag, so it is not for the caller's thread.
+        self._forwarding, self._sending = Workers(1, "fastload-relay"), Workers(1, "fastload-sent")
+
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
+        """Connects to the other hosts; see `Transport.connect`."""
+        self.wire.connect(give_up=give_up)
         try:
-            for reader, source in self._sources:
-                self._notices.expect(reader, source, partial(self._receive_notice, reader, source))
+            self._notices.expect(self.wire)
         except RuntimeError as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
 
-    def _ended(self, work: Round) -> None:
-        """Ends a round: at once if this rank shares no memory or its part broke, else with its host."""
-        statuses = self._notices.of(work)
-        if self._shared is not None and work.error is None:
-            self._shared.arrive(work, statuses)
-            return
-        work.statuses = statuses
-        work.done.set()
+    def post(self, work: Round) -> None:
+        """Receives and forwards the messages of a round."""
+        receives: list[tuple[Delivery, Any]] = []
+        try:
+            receives += [
+                (each, self.wire.receive(each.data, each.route.source, each.message.reader))
+                for each in work.incoming
+                if each.route.source is not None
+            ]
+        except RuntimeError as error:
+            work.broke(error)
+        self.bytes_in += sum(each.message.nbytes for each, _ in receives)
+        self._forwarding.submit(partial(self._forward_all, work, receives))
+
+    def send(self, work: Round, rank: int, notice: _Notice | None) -> None:
+        """Sends the messages of this rank's chunk, after a notice if it could not be read."""
+        if notice is not None:
+            self._notify(work, rank, notice)
+        if len(work.packed) < len(work.outgoing):
+            self.wire.fail("this rank is lost to the load")
+        for each in work.packed:
+            self._send(work, each)
+
+    def end(self) -> bool:
+        """Ends the threads; returns whether they no longer use the connections.
+
+        If not, they end by their timeout: Gloo does not tell who waits for a message that is queued in a
+        connection which breaks.
+        """
+        self._has_ended = True
+        is_idle = self._forwarding.is_idle and self._sending.is_idle
+        if self._end_threads(0.0 if is_idle else TICK_S) or is_idle:
+            return True
+        self.wire.cut()
+        return self._end_threads(10 * TICK_S)
+
+    def close(self) -> None:
+        """Caches the connections for the next load, or drops them."""
+        self._notices.drop()
+        self.wire.close(keep=self._is_intact)
+
+    def _end_threads(self, wait_s: float) -> bool:
+        has_forwarded = self._forwarding.close(wait_s=wait_s)
+        return self._sending.close(wait_s=wait_s) and has_forwarded
+
+    def _forward_all(self, work: Round, receives: Sequence[tuple[Delivery, Any]]) -> None:
+        for each, receive in receives:
+            self._forward(work, each, receive)
+        while work.error is None and not self._has_ended and not work.started.wait(TICK_S):
+            pass
+        if work.started.is_set():
+            self._watch.stop(work.began, round=work.index)
+        self._is_intact &= work.started.is_set() and work.error is None and not self._has_ended
+        _end(work, self._notices, self._shared)
+        try:
+            self._sending.submit(partial(self._await_sends, work))
+        except RuntimeError:  # the system cannot start a thread
+            self._await_sends(work)
 
     def _forward(self, work: Round, each: Delivery, receive: Any) -> None:
         """Forwards a message, even if its receive failed, so that no rank waits for it."""
         reader, source = each.message.reader, each.route.source
         assert source is not None
         try:
-            receive.wait(self._relay.timeout)
+            receive.wait(self._timeout)
             if (notice := self._notices.take(reader, source)) is not None:
                 self._notify(work, reader, notice)
         except RuntimeError as error:
             work.broke(error)
             self._notify(work, reader, _Notice(FAILED, work.index))
-        try:
-            self._send(work, each)
-        except RuntimeError as error:
-            work.broke(error)
+        self._send(work, each)
 
     def _notify(self, work: Round, reader: int, notice: _Notice) -> None:
         """Records a notice, and forwards the first one about a reader."""
-        self._relay.is_intact = False  # the connections have one receive for notices about each reader
-        if not self._notices.add(reader, notice) or self._wire is None:
+        self._is_intact = False  # the connections have one receive for notices about each reader
+        if not self._notices.add(reader, notice):
             return
         try:
             message = torch.tensor(notice, dtype=torch.int64, device="cpu")
             tag = _NOTICE_TAGS + reader
-            work.sends += [self._wire.send(message, rank, tag) for rank in self._targets.get(reader, ())]
+            work.sends += [self.wire.send(message, rank, tag) for rank in self._targets.get(reader, ())]
         except RuntimeError as error:
             work.broke(error)
 
-    # Messages of one reader share a tag: they are sent and received in the same order, by round and hops.
-
     def _send(self, work: Round, each: Delivery) -> None:
-        if self._wire is not None:
+        # Messages of one reader share a tag: they are sent and received in the same order, by round and hops.
+        try:
             tag = each.message.reader
-            work.sends += [self._wire.send(each.data, rank, tag) for rank in each.route.targets]
+            work.sends += [self.wire.send(each.data, rank, tag) for rank in each.route.targets]
+        except RuntimeError as error:
+            work.broke(error)
 
-    def _receive(self, each: Delivery) -> Any:
-        assert self._wire is not None, "another host"
-        assert each.route.source is not None, "received"
-        return self._wire.receive(each.data, each.route.source, each.message.reader)
-
-    def _receive_notice(self, reader: int, source: int, into: Tensor) -> Any:
-        assert self._wire is not None, "another host"
-        return self._wire.receive(into, source, _NOTICE_TAGS + reader)
+    def _await_sends(self, work: Round) -> None:
+        try:
+            for send in work.sends:
+                send.wait(self._timeout)
+        except RuntimeError as error:
+            work.broke(error)
+            self._is_intact = False
+        work.sent.set()
 
 
 def _name(routing: Routing) -> str:
@@ -370,18 +447,28 @@ class _Notice(NamedTuple):
 
 
 class _Notices:
-    """The notices about readers; receives that are still open serve the next load."""
+    """The notices about readers.
+
+    Attributes:
+        sources: (reader, source) of the messages that this rank receives from other hosts.
+    """
 
     def __init__(self) -> None:
+        self.sources: dict[tuple[int, int], None] = {}
         self._expected: dict[tuple[int, int], tuple[memoryview, Any]] = {}
         self._first: dict[int, _Notice] = {}
 
-    def expect(self, reader: int, source: int, receive: Callable[[Tensor], Any]) -> None:
-        """Opens the receive for the one notice about a reader from a source, unless it is open."""
-        if (reader, source) not in self._expected:
+    def expect(self, wire: Wire) -> None:
+        """Opens a receive for the one notice about each reader; those still open serve the next load."""
+        self._expected = wire.along("notices")
+        for reader, source in self.sources.keys() - self._expected.keys():
             into = torch.zeros(len(_Notice._fields), dtype=torch.int64, device="cpu")
             words = host_view(byte_view(into)).cast("q")
-            self._expected[reader, source] = words, receive(into)
+            self._expected[reader, source] = words, wire.receive(into, source, _NOTICE_TAGS + reader)
+
+    def drop(self) -> None:
+        """Drops the receives, which are kept along with the connections."""
+        self._expected = {}
 
     def take(self, reader: int, source: int) -> _Notice | None:
         """Returns the notice about a reader from a source, once; None if none has arrived."""

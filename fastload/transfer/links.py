@@ -6,10 +6,8 @@ import base64
 import contextlib
 import ctypes
 import os
-import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -22,11 +20,9 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.threads import Task, await_done
-from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer, address_in, listener_at, require_reachable
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError
-from fastload.transfer.transport import TICK_S, Delivery, Round
 
 _NEVER_SENT = 2**31 - 1  # a tag
 
@@ -49,7 +45,7 @@ class Links:
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         self.token = ""
-        self.companions: dict[str, Any] = {}
+        self.companions: dict[str, dict[Any, Any]] = {}
         self._rank = rank
         self._timeout = timeout
         self._devices: list[Any] = []
@@ -377,13 +373,9 @@ class Wire:
         """Connects to the partners; arguments and errors are those of `Links.connect`."""
         self._links.connect(give_up=give_up)
 
-    def along(self, name: str, make: Callable[[], T]) -> T:
-        """Returns an object that is cached with the connections; makes it the first time."""
-        companions = self._links.companions
-        if name not in companions:
-            companions[name] = make()
-        found: T = companions[name]
-        return found
+    def along(self, name: str) -> dict[Any, Any]:
+        """Returns a dictionary that is cached with the connections; empty the first time."""
+        return self._links.companions.setdefault(name, {})
 
     def send(self, data: Tensor, rank: int, tag: int) -> Any:
         """Begins to send; returns a handle to wait for.
@@ -433,106 +425,3 @@ class Wire:
 
     def _open(self) -> Links:
         return Links(self._world.rank, timedelta(seconds=self._world.patience_s))
-
-
-_Receives = Sequence[tuple[Delivery, Any]]
-
-
-class Relay:
-    """Forwards what arrives, round by round, in a thread; a second thread waits for the sends.
-
-    Args:
-        forward: Waits for a message of a round, given its receive, and forwards it.
-        ended: Called when the messages of a round have arrived and this rank's chunk was sent.
-        watch: Stopped then.
-        timeout: Longest wait for a message.
-
-    Attributes:
-        timeout: As given.
-        is_intact: Whether every round so far was received and sent completely.
-        bytes_in: Bytes of messages received or expected.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[[Round, Delivery, Any], None],
-        ended: Callable[[Round], None],
-        watch: Stopwatch,
-        timeout: timedelta,
-    ) -> None:
-        self._forward = forward
-        self._ended = ended
-        self._watch = watch
-        self.timeout = timeout
-        self._closed = False
-        self._num_posted = self._num_ended = 0
-        self.is_intact = True
-        self.bytes_in = 0
-        self._posted: queue.SimpleQueue[tuple[Round, _Receives] | None] = queue.SimpleQueue()
-        self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        # A wait for a send cannot watch the failure flag, so it is not for the caller's thread.
-        self._threads = (
-            Task(self._forward_all, "fastload-relay"),
-            Task(self._await_sends, "fastload-sent"),
-        )
-
-    def begin(self) -> None:
-        """Starts the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def post(self, work: Round, receives: _Receives) -> None:
-        """Takes the next round, with the receives that are open."""
-        self.bytes_in += sum(each.message.nbytes for each, _ in receives)
-        self._num_posted += 1
-        self._posted.put((work, receives))
-
-    def close(self, cut: Callable[[], object]) -> bool:
-        """Ends the threads; returns whether they no longer use the connections.
-
-        If not, they end by their timeout: Gloo does not tell who waits for a message that is queued in a
-        connection which breaks.
-
-        Args:
-            cut: Ends waits for a peer that does not respond.
-        """
-        self._closed = True
-        self._posted.put(None)
-        if self._num_ended == self._num_posted:
-            return True
-        if self._still_alive(TICK_S):
-            cut()
-            self._still_alive(10 * TICK_S)
-        return not self._still_alive(0.0)
-
-    def _still_alive(self, wait_s: float) -> bool:
-        deadline = time.monotonic() + wait_s
-        alive = [thread for thread in self._threads if thread.is_alive()]
-        for thread in alive:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return any(thread.is_alive() for thread in alive)
-
-    def _forward_all(self) -> None:
-        while (posted := self._posted.get()) is not None:
-            work, receives = posted
-            for each, receive in receives:
-                self._forward(work, each, receive)
-            while work.error is None and not self._closed and not work.started.wait(TICK_S):
-                pass
-            if work.started.is_set():
-                self._watch.stop(work.began, round=work.index)
-            self.is_intact &= work.started.is_set() and work.error is None
-            self._ended(work)
-            self._forwarded.put(work)
-        self._forwarded.put(None)
-
-    def _await_sends(self) -> None:
-        while (work := self._forwarded.get()) is not None:
-            try:
-                for send in work.sends:
-                    send.wait(self.timeout)
-            except RuntimeError as error:
-                work.broke(error)
-                self.is_intact = False
-            self._num_ended += 1
-            work.sent.set()

@@ -320,7 +320,7 @@ def test_connections_that_are_cut(rank: int, world: int, path: Path) -> None:
 
             def cut(self: HostTransport, work: transport.Round) -> None:
                 if work.index == 3:
-                    self._wire.cut()
+                    self._relay.wire.cut()
                 start(self, work)
 
             patch.setattr(HostTransport, "start", cut)
