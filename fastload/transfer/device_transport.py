@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import secrets
 import threading
 import time
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from fastload.base.devices import copy_async, use_stream
 from fastload.base.memory import allocate
-from fastload.base.threads import Task, within
+from fastload.base.threads import Task, Workers, within
 from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
@@ -221,9 +220,6 @@ def _without_watchdog(name: str) -> Iterator[None]:
                 os.environ[variable] = before
 
 
-_RoundEnd = tuple[Round, torch.Event, Callable[[], None]]
-
-
 class RoundEvents:
     """A thread that waits for the events at the ends of rounds, one after the other.
 
@@ -237,12 +233,7 @@ class RoundEvents:
         self._broke = False
         self._is_closed = False
         self._stream = torch.Stream(device)
-        self._ends: queue.SimpleQueue[_RoundEnd | None] = queue.SimpleQueue()
-        self._thread = Task(self._wait_all, "fastload-events")
-
-    def begin(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        self._thread = Workers(1, "fastload-events")
 
     def follow(self, work: Round, ended: torch.Event, note: Callable[[], None]) -> None:
         """Ends a round after an event.
@@ -252,30 +243,23 @@ class RoundEvents:
             ended: Recorded after all kernels of the round, unless it broke.
             note: Called then, unless it broke.
         """
-        self._ends.put((work, ended, note))
+        self._thread.submit(partial(self._wait, work, ended, note))
 
     def close(self) -> bool:
         """Ends the thread and abandons rounds; returns whether all of them had ended without an error."""
         self._is_closed = True
-        if self._thread.is_alive():
-            self._ends.put(None)
-            self._thread.join(2 * TICK_S)
-        return not self._broke and not self._thread.is_alive()
-
-    def _wait_all(self) -> None:
-        # A new thread starts on the default stream of the first device, which other code uses.
-        with torch.inference_mode(), use_stream(self._stream):
-            while (end := self._ends.get()) is not None:
-                self._wait(*end)
+        return self._thread.close(wait_s=2 * TICK_S) and not self._broke
 
     def _wait(self, work: Round, ended: torch.Event, note: Callable[[], None]) -> None:
         try:
-            while work.error is None and not ended.query():
-                if self._is_closed:  # it may never come, if a rank is gone
-                    raise RuntimeError("the load ended before the round did")
-                time.sleep(0.0002)  # a blocking wait could not be abandoned
-            if work.error is None:
-                note()
+            # A new thread starts on the default stream of the first device, which other code uses.
+            with torch.inference_mode(), use_stream(self._stream):
+                while work.error is None and not ended.query():
+                    if self._is_closed:  # it may never come, if a rank is gone
+                        raise RuntimeError("the load ended before the round did")
+                    time.sleep(0.0002)  # a blocking wait could not be abandoned
+                if work.error is None:
+                    note()
         except RuntimeError as error:  # of any earlier kernel
             work.broke(error)
         self._broke |= work.error is not None
@@ -342,7 +326,6 @@ class DeviceTransport(_BackendTransport):
         found = self._communicators.connect(give_up)
         groups = [found.get(phase) for phase in range(self._grid.num_phases)]
         self._broadcast = GridBroadcast(self._grid, self._rank, groups, self._in_phase)
-        self._events.begin()
 
     def allocate(self, nbytes: int) -> FlatBuffer:
         buffer = allocate((nbytes,), torch.uint8, self.device)
@@ -487,7 +470,6 @@ class RoutedDeviceTransport(_BackendTransport):
         self._broadcasts = GroupBroadcasts(
             self._rank, {self._members[number]: group for number, group in made.items()}
         )
-        self._events.begin()
 
     def allocate(self, nbytes: int) -> FlatBuffer:
         buffer = allocate((nbytes,), torch.uint8, self.device)

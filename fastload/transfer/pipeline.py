@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import host_view
-from fastload.base.threads import Task, await_done
+from fastload.base.threads import Workers, await_done
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
@@ -68,63 +68,48 @@ class Starter:
         self.unread_from: int | None = None
         self._reader = reader
         self._transport = transport
-        self._posted: deque[tuple[Round, Future[None] | None]] = deque()
-        self._ready = threading.Condition()
-        self._ended = False
-        self._thread = Task(self._start_all, "fastload-start")
+        self._thread = Workers(1, "fastload-start")
+        self._is_ending = self._has_ended = False
 
     @property
     def is_lost(self) -> bool:
         """Whether this rank can neither read nor take part in the exchange."""
         return self.read_error is not None and not isinstance(self.read_error, StorageError)
 
-    def begin(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
     def post(self, work: Round, read: Future[None] | None) -> None:
         """Starts a round once a read has ended, or at once if this rank has no chunk in it."""
-        with self._ready:
-            self._posted.append((work, read))
-            self._ready.notify()
+        self._thread.submit(partial(self._start, work, read))
 
     def end(self) -> None:
-        """Ends the thread after the current round."""
-        with self._ready:
-            self._ended = True
-            self._ready.notify()
+        """Ends the thread after the rounds whose chunks are read."""
+        self._is_ending = True
+        self._thread.close(wait_s=0.0)
 
     def close(self, *, wait_s: float) -> None:
-        """Waits for the thread and drops its rounds."""
-        if self._thread.is_alive():
-            self._thread.join(wait_s)
-        self._posted.clear()
+        """Waits for the thread."""
+        self._thread.close(wait_s=wait_s)
         self.read_error = None  # else error → traceback → frame → self → error would keep the buffers alive
 
-    def _start_all(self) -> None:
-        while True:
-            with self._ready:
-                self._ready.wait_for(lambda: self._posted or self._ended)
-                if not self._posted:
-                    return
-                work, read = self._posted.popleft()
-            if read is not None:
-                try:  # no longer than the load, since storage may never respond
-                    await_done(read, give_up=lambda: self._ended)
-                except Interrupted:
-                    return
-            unpacked = _pack(work)  # even an unread chunk, since others wait for its messages
-            # Not result(): the traceback of a raised error has this frame, and so forms a cycle with the
-            # error.
-            error = unpacked or (read.exception() if read is not None else None)
-            if error is not None:
-                work.status = self._note(error, work.index)
-            try:
-                self._transport.start(work)
-            except Exception as error:
-                self._note(error, work.index)
-                work.broke(error)
-                work.done.set()
+    def _start(self, work: Round, read: Future[None] | None) -> None:
+        if self._has_ended:
+            return
+        if read is not None:
+            try:  # no longer than the load, since storage may never respond
+                await_done(read, give_up=lambda: self._is_ending)
+            except Interrupted:
+                self._has_ended = True
+                return
+        unpacked = _pack(work)  # even an unread chunk, since others wait for its messages
+        # Not result(): the traceback of a raised error has this frame, and so forms a cycle with the error.
+        error = unpacked or (read.exception() if read is not None else None)
+        if error is not None:
+            work.status = self._note(error, work.index)
+        try:
+            self._transport.start(work)
+        except Exception as error:
+            self._note(error, work.index)
+            work.broke(error)
+            work.done.set()
 
     def _note(self, error: BaseException, index: int) -> int:
         """Keeps the first error, or a worse one; returns the status for the other ranks."""
@@ -338,7 +323,6 @@ class Pipeline:
         if self.plan.num_rounds == 0:
             return
         self.transport.connect(give_up=self._world.peer_failed)
-        self._starter.begin()
         try:
             plan: Plan | None = self.plan
             while plan is not None:
