@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -329,7 +329,8 @@ class Session:
                 if not unread_from:
                     return responses, broken | job.pipeline.broken
                 broken |= unread_from.keys()
-                passes.append(prepare_rest(passes[-1], unread_from))
+                rest = partial(_open_rest, passes[-1], unread_from)
+                passes.append(open_on_all(job.matched, rest))
         finally:
             passes[-1].close()
 
@@ -687,11 +688,9 @@ def prepare(opened: Opened, request: Request, start: LoadStart | None = None) ->
             "detour": matched.detour,
             "into": "not given" if request.is_same else "given",
             "dtype": str(parse_dtype(request.dtype)),
-            "transport": jobs[0].pipeline.transport.name if jobs else "",
             "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
-            "plan": jobs[0].pipeline.plan.digest() if jobs else "",
             "surplus": _digest(matched.match.surplus) if matched.match.surplus else "",
-            "offer": jobs[0].pipeline.transport.offer() if jobs else None,
+            **(_terms(jobs[0]) if jobs else {"transport": "", "plan": "", "offer": None}),
         }
 
     what = f"preparing to load {opened.access.manifest.url}"
@@ -705,25 +704,10 @@ def prepare(opened: Opened, request: Request, start: LoadStart | None = None) ->
         kinds = kinds_of(responses)
         _raise_unexpected(matched, [one["surplus"] for one in kinds])
         if all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour"):
-            require_same(responses, "transport", "plan")
-            accept_offers(opened.world, what, jobs[0].pipeline.transport, [one["offer"] for one in responses])
-            return jobs.pop()
+            return _accepted(what, jobs, responses)
     if not _is_same(kinds, "backend", "detour"):
         matched = matched.through_hosts()  # the devices differ between the ranks, and so do their strategies
     return _prepare_sharded(matched)
-
-
-def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
-    """Ends a job, and prepares one on all ranks for what its failed readers did not read.
-
-    Args:
-        job: The job.
-        unread_from: Readers that failed, each with the first round that it did not read.
-
-    Raises:
-        FastloadError: No rank can read it.
-    """
-    return open_on_all(job.matched, lambda: _open_rest(job, unread_from))
 
 
 def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
@@ -878,23 +862,40 @@ def open_on_all(matched: MatchedRequest, open_it: Callable[[], Job]) -> Job:
 
     @uncollected
     def make() -> dict[str, Any]:
-        jobs.append(job := open_it())
-        plan, transport = job.pipeline.plan, job.pipeline.transport
-        return {
-            "plan": plan.digest() if not matched.decision.alone else "each its matched",
-            "transport": transport.name,
-            "offer": transport.offer(),
-        }
+        jobs.append(open_it())
+        return _terms(jobs[0])
 
-    world, what = matched.opened.world, f"planning to load {matched.opened.access.manifest.url}"
+    what = f"planning to load {matched.opened.access.manifest.url}"
     with _closing_unused(jobs):
-        responses = world.agree(what, make)
-        require_same(responses, "plan", "transport")
-        accept_offers(world, what, jobs[0].pipeline.transport, [one["offer"] for one in responses])
-        return jobs.pop()
+        return _accepted(what, jobs, matched.opened.world.agree(what, make))
 
 
-def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
+def _terms(job: Job) -> dict[str, Any]:
+    """Returns what the ranks compare of a job that each has opened, and how they connect."""
+    plan, transport = job.pipeline.plan, job.pipeline.transport
+    is_own = job.matched.decision.alone and isinstance(plan, RoutedPlan)
+    digest = "each rank its own" if is_own else plan.digest()
+    return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
+
+
+def _accepted(what: str, jobs: list[Job], responses: Sequence[Mapping[str, Any]]) -> Job:
+    """Takes a job from a list, once its transport has the offers of all ranks."""
+    require_same(responses, "transport", "plan")
+    world, transport = jobs[0].matched.opened.world, jobs[0].pipeline.transport
+    accept_offers(world, what, transport, [one["offer"] for one in responses])
+    return jobs.pop()
+
+
+def _open_rest(job: Job, unread_from: Mapping[int, int]) -> Job:
+    """Ends a job, and opens one for what its failed readers did not read.
+
+    Args:
+        job: The job.
+        unread_from: Readers that failed, each with the first round that it did not read.
+
+    Raises:
+        FastloadError: No rank can read it.
+    """
     plan = job.pipeline.plan
     assert isinstance(plan, RoutedPlan)
     lacking = [(at, rank) for rank, first in unread_from.items() for at in range(first, plan.num_rounds)]

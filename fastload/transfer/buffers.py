@@ -125,8 +125,9 @@ class Buffers:
             num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
             self.depth = num_buffers - 1
             buffer_bytes = _with_directory(buffer_bytes)
-        if self._on_device:
-            num_buffers = self.depth = min(self.depth, plan.depth_within(buffer_bytes + own_bytes))
+        if self._on_device and isinstance(plan, RoutedPlan):  # which has counted no chunks in host memory
+            fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
+            num_buffers = self.depth = min(self.depth, fitting)
         self._buffers = [transport.allocate(buffer_bytes) for _ in range(num_buffers)]
         self._own = [transport.allocate_own(own_bytes) for _ in range(num_buffers if self._on_device else 0)]
         self._most = [0] * num_buffers

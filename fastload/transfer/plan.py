@@ -579,10 +579,6 @@ class TransferPlan:
         fitting = staging_bytes // self._round_size.part_bytes(self.chunk_bytes)
         return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, _MOST_AHEAD)))
 
-    def depth_within(self, round_bytes: int) -> int:
-        """Returns how many rounds may be in flight if a rank needs so many bytes for each."""
-        return self.depth
-
     def cycle(self, round_index: int) -> int:
         """Returns the number of the cycle that a round is in."""
         return round_index // self.num_windows

@@ -189,10 +189,6 @@ class RoutedPlan:
         """Chunks that a reader has to have in flight, while as many others are exchanged."""
         return max(1, self.depth // 2)
 
-    def depth_within(self, round_bytes: int) -> int:
-        """Returns how many rounds may be in flight if a rank needs so many bytes for each."""
-        return max(1, self.staging_bytes // round_bytes)
-
     def view(self, rank: int) -> RoutedView:
         """Returns the plan as one rank sees it."""
         return RoutedView(self, rank)

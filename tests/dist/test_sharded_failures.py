@@ -485,11 +485,11 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
 ) -> None:
     """The number of a closed descriptor may soon stand for another file."""
     answer, is_second, closed = threading.Event(), threading.Event(), threading.Event()
-    prepare_rest, close, read_into = loading.prepare_rest, LocalStorage.close, LocalStorage.read_into
+    open_rest, close, read_into = loading._open_rest, LocalStorage.close, LocalStorage.read_into
 
     def prepared(*arguments: Any) -> Any:
         is_second.set()
-        return prepare_rest(*arguments)
+        return open_rest(*arguments)
 
     def closing(storage: LocalStorage) -> None:
         closed.set()
@@ -503,7 +503,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
         read_into(*arguments, **how)
 
     opened = fastload.open(path, options=options(timeout_s=patient(3.0)))
-    monkeypatch.setattr(loading, "prepare_rest", prepared)
+    monkeypatch.setattr(loading, "_open_rest", prepared)
     monkeypatch.setattr(LocalStorage, "close", closing)
     monkeypatch.setattr(LocalStorage, "read_into", read)
     with pytest.raises(fastload.FastloadError):
