@@ -41,9 +41,9 @@ from fastload.estimate.simulate import (
     num_reads,
 )
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
+from fastload.transfer.demand import Part, RankRequest, RankRequests, Share, SharingGroups
 from fastload.transfer.messages import choose_base, most_hops
-from fastload.transfer.plan import Share, StrategyChoice
+from fastload.transfer.plan import StrategyChoice
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 
 _MOST_COLUMNS = 256

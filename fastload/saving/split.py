@@ -13,7 +13,7 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
-from fastload.transfer.plan import deal
+from fastload.transfer.demand import deal
 
 _MAX_HOLDERS = 8  # of a unit: with more holders of parts of it, it matters little which rank writes it
 _MOST_UNEVEN = 1 / 32, 1 << 20  # the most that a writer may have above the mean: a part of it, or bytes

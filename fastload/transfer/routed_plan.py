@@ -22,9 +22,9 @@ from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, join_adjacent
-from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
+from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import Chunk, Share, deal
+from fastload.transfer.plan import Chunk
 
 T = TypeVar("T")
 

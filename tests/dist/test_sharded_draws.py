@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import fastload
 from fastload.errors import StorageError
-from fastload.transfer import plan
+from fastload.transfer import demand
 from tests.checkpoints import assert_same_bits
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks
@@ -65,7 +65,7 @@ def test_any_mesh_gets_the_bits_of_any_checkpoint(rank: int, world: int, tmp_pat
             into = target.of(wanted, rank)
             expected = locals_of(into)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(plan, "_SLACK_BYTES", rng.choice([0, 0, 1 << 20]))
+                patch.setattr(demand, "_SLACK_BYTES", rng.choice([0, 0, 1 << 20]))
                 before_reads(patch, read)
                 fastload.load(path, into=emptied(into), dtype=cast, strict=False, options=options)
             try:

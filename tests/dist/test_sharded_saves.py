@@ -27,7 +27,7 @@ import fastload
 from fastload.cli import main
 from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch, ReplicaMismatch
 from fastload.storage.local_target import LocalFiles
-from fastload.transfer import plan
+from fastload.transfer import demand
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks, run_ranks
@@ -106,7 +106,7 @@ def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
         expected = save_plain(state, tmp_path / "plain", rank, **how)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(plan, "_SLACK_BYTES", rng.choice([0, 1 << 20]))
+                patch.setattr(demand, "_SLACK_BYTES", rng.choice([0, 1 << 20]))
                 save(
                     target.of(state, rank),
                     tmp_path / "sharded",

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import fastload
 from fastload.errors import MismatchError, PeerError, PlanMismatch
 from fastload.loading.load import Session
-from fastload.transfer import plan
+from fastload.transfer import demand
 from tests.checkpoints import assert_same_bits
 from tests.dist.faults import outcome_of
 from tests.dist.harness import ranks
@@ -57,7 +57,7 @@ def load(path: Path, into: dict[str, Any], **changes: Any) -> fastload.LoadRepor
 @ranks(4)
 def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> None:
     # So that all read something of these small states.
-    pytest.MonkeyPatch().setattr(plan, "_SLACK_BYTES", 0)
+    pytest.MonkeyPatch().setattr(demand, "_SLACK_BYTES", 0)
     state, square = saved_state(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     line, half = init_device_mesh("cpu", (4,)), square["dp"]
     first = square.get_local_rank("pp") == 0

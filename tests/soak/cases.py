@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate
 
 import fastload
 from fastload.errors import FastloadError, PeerError
-from fastload.transfer import plan
+from fastload.transfer import demand
 from tests.checkpoints import assert_same_bits, load_reference, write_sharded
 from tests.dist import faults
 from tests.dist.draws import Target, draw_target
@@ -163,7 +163,7 @@ def attempt(rank: int, world: int, case: Case, url: str, folder: Path) -> tuple[
             (folder / name).write_bytes(data)
     into = None if case.target is None else case.target.of(reference, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_SLACK_BYTES", 0)  # so that all ranks read
+        patch.setattr(demand, "_SLACK_BYTES", 0)  # so that all ranks read
         if rank in case.dies:
             _arm(case, patch)
         began = time.monotonic()
