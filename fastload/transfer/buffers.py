@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -82,6 +81,22 @@ class OwnChunk:
         return self.memory[: self.nbytes]
 
 
+class _Unpacked(NamedTuple):
+    """A chunk whose messages are made once it is read.
+
+    Attributes:
+        room: The free memory of the buffer of its round.
+        directory: The messages in that buffer that other ranks copy; None if no memory is shared.
+        is_in_place: Whether it is read into its destination.
+        is_ahead: Whether it is read ahead of its round.
+    """
+
+    room: _BufferRoom
+    directory: _Directory | None
+    is_in_place: bool
+    is_ahead: bool
+
+
 class Buffers:
     """One buffer for each round in flight, used in rotation.
 
@@ -110,9 +125,9 @@ class Buffers:
         self._rank = rank
         self._transport = transport
         self._destinations = destinations
-        self._on_device = transport.device.type != "cpu"
         self.wanted_bytes = self._view.wanted_bytes
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
+        self._unpacked: dict[int, _Unpacked] = {}  # by number of the round
         self._ahead: list[Tensor] = []
         if isinstance(plan, TransferPlan) and plan.ahead:
             num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
@@ -144,8 +159,13 @@ class Buffers:
             used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
         return ahead + used + sum(own.nbytes for own in self._own)
 
+    @property
+    def _on_device(self) -> bool:
+        return self._transport.device.type != "cpu"
+
     def free(self) -> None:
         """Releases the buffers; a read that is still under way keeps its own alive."""
+        self._unpacked.clear()
         self._buffers.clear()
         self._own.clear()
         self._ahead.clear()
@@ -195,6 +215,29 @@ class Buffers:
         if directory is not None:
             directory.close()
         return work
+
+    def pack(self, work: Round) -> None:
+        """Makes the messages of this rank's chunk of a round, if it has one, once it is read."""
+        unpacked = self._unpacked.pop(work.index, None)
+        if unpacked is None:
+            return
+        room, directory, is_in_place, is_ahead = unpacked
+        chunk = work.buffers[0]
+        if self._on_device:
+            on_host, chunk = chunk, room.take(chunk.nbytes)
+            copy_async(on_host, chunk)
+        for message, way in work.outgoing:
+            # A chunk that was read into several pieces is in place, and no other rank gets it.
+            data = chunk
+            if len(work.buffers) == 1:
+                copies = is_ahead and way.is_shared
+                data = _packed(message, chunk, room, copies=copies, must_fit=way.is_shared)
+            delivery = Delivery(message, way, data, is_in_place)
+            work.packed.append(delivery)
+            if directory is not None and way.is_shared:
+                directory.add(delivery)
+        if directory is not None:
+            directory.close()
 
     def arrivals(self, work: Round) -> Iterator[Arrival]:
         """Yields the bytes that have arrived in a round, with those that still have to be placed."""
@@ -265,7 +308,7 @@ class Buffers:
             work.slots = replace(work.slots, own=memory[: into.numel()])
             work.packed = [Delivery(message, way, into[:nbytes]) for message, way in work.outgoing]
             return
-        work.pack = partial(self._pack, room, directory, is_in_place, own is not None)
+        self._unpacked[work.index] = _Unpacked(room, directory, is_in_place, own is not None)
 
     def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _BufferRoom) -> Delivery:
         if work.slots is not None:
@@ -275,32 +318,6 @@ class Buffers:
         target = None if way.is_shared else self._target(message)
         data = target if target is not None else room.take(message.nbytes, must_fit=way.is_shared)
         return Delivery(message, way, data, is_in_place=target is not None)
-
-    def _pack(
-        self,
-        room: _BufferRoom,
-        directory: _Directory | None,
-        is_in_place: bool,
-        was_ahead: bool,
-        work: Round,
-    ) -> None:
-        """Makes the messages of a chunk that has been read."""
-        chunk = work.buffers[0]
-        if self._on_device:
-            on_host, chunk = chunk, room.take(chunk.nbytes)
-            copy_async(on_host, chunk)
-        for message, way in work.outgoing:
-            # A chunk that was read into several pieces is in place, and no other rank gets it.
-            data = chunk
-            if len(work.buffers) == 1:
-                copies = was_ahead and way.is_shared
-                data = _packed(message, chunk, room, copies=copies, must_fit=way.is_shared)
-            delivery = Delivery(message, way, data, is_in_place)
-            work.packed.append(delivery)
-            if directory is not None and way.is_shared:
-                directory.add(delivery)
-        if directory is not None:
-            directory.close()
 
     def _direct(
         self, outgoing: Sequence[tuple[Message, Route]], nbytes: int, *, one: bool = False

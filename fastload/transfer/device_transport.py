@@ -482,7 +482,9 @@ class RoutedDeviceTransport(_BackendTransport):
         here = torch.accelerator.current_stream(self.device)
         self._packing.wait_stream(here)
         self._moving.wait_stream(here)
-        work.pack = partial(self._pack, work.pack)
+
+    def packing(self) -> AbstractContextManager[None]:
+        return self._on(self._packing)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -499,10 +501,6 @@ class RoutedDeviceTransport(_BackendTransport):
             work.broke(error)
         work.started.set()
         self._events.follow(work, ended, partial(self._note, work))
-
-    def _pack(self, pack: Callable[[Round], None], work: Round) -> None:
-        with self._on(self._packing):
-            pack(work)
 
     def _note(self, work: Round) -> None:
         if work.status == FAILED:

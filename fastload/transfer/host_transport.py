@@ -356,8 +356,12 @@ class Relay:
         connection which breaks.
         """
         self._has_ended = True
-        is_idle = self._forwarding.is_idle and self._sending.is_idle
-        if self._end_threads(0.0 if is_idle else TICK_S) or is_idle:
+        if self._forwarding.is_idle and self._sending.is_idle:
+            self._forwarding.close(wait_s=0.0)
+            self._sending.close(wait_s=0.0)
+            return True
+        self._forwarding.submit(partial(self._sending.close, wait_s=0.0))  # the last round may yet be sent
+        if self._end_threads(TICK_S):
             return True
         self.wire.cut()
         return self._end_threads(10 * TICK_S)
@@ -368,8 +372,7 @@ class Relay:
         self.wire.close(keep=self._is_intact)
 
     def _end_threads(self, wait_s: float) -> bool:
-        has_forwarded = self._forwarding.close(wait_s=wait_s)
-        return self._sending.close(wait_s=wait_s) and has_forwarded
+        return self._forwarding.close(wait_s=wait_s) and self._sending.close(wait_s=wait_s)
 
     def _forward_all(self, work: Round, receives: Sequence[tuple[Delivery, Any]]) -> None:
         for each, receive in receives:

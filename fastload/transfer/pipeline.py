@@ -55,6 +55,7 @@ class Starter:
     Args:
         reader: Reads the chunks; stopped once one of them could not be read.
         transport: Sends them to the other ranks.
+        buffers: Packs them.
 
     Attributes:
         read_error: The error of the first chunk that could not be read or packed, or a worse one; or None.
@@ -62,12 +63,13 @@ class Starter:
         unread_from: The round of the first chunk that could not be read, or None.
     """
 
-    def __init__(self, reader: ChunkReader, transport: Transport) -> None:
+    def __init__(self, reader: ChunkReader, transport: Transport, buffers: Buffers) -> None:
         self.read_error: BaseException | None = None
         self.note = ""
         self.unread_from: int | None = None
         self._reader = reader
         self._transport = transport
+        self._buffers = buffers
         self._thread = Workers(1, "fastload-start")
         self._is_ending = self._has_ended = False
 
@@ -99,7 +101,7 @@ class Starter:
             except Interrupted:
                 self._has_ended = True
                 return
-        unpacked = _pack(work)  # even an unread chunk, since others wait for its messages
+        unpacked = self._pack(work)  # even an unread chunk, since others wait for its messages
         # Not result(): the traceback of a raised error has this frame, and so forms a cycle with the error.
         error = unpacked or (read.exception() if read is not None else None)
         if error is not None:
@@ -121,13 +123,13 @@ class Starter:
             self._reader.stop()  # this rank drops out; others read the rest of its bytes
         return FAILED if self.is_lost else UNREADABLE
 
-
-def _pack(work: Round) -> Exception | None:
-    try:
-        work.pack(work)
-    except Exception as error:
-        return error
-    return None
+    def _pack(self, work: Round) -> Exception | None:
+        try:
+            with self._transport.packing():
+                self._buffers.pack(work)
+        except Exception as error:
+            return error
+        return None
 
 
 class ReadAhead:
@@ -254,7 +256,7 @@ class Pipeline:
         self.transport = _open_transport(world, plan, machines, device, backend)
         self._placing = _Placing(world.rank, destinations, progress)
         self._buffers = Buffers(plan, world.rank, self.transport, destinations)
-        self._starter = Starter(reader, self.transport)
+        self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
         self._first_index = 0
         self._num_posted = 0

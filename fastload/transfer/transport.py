@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -79,10 +80,6 @@ class FlatBuffer(NamedTuple):
         return self.memory
 
 
-def _no_packing(work: Round) -> None:
-    pass
-
-
 @dataclass
 class Round:
     """One round under way.
@@ -92,7 +89,6 @@ class Round:
         readers: The ranks that read a chunk in it.
         byte_ranges: The byte ranges of this rank's chunk.
         buffers: Host memory that this rank's chunk is read into, in pieces.
-        pack: Called with this round once its chunk is read; makes the messages.
         outgoing: The messages of this rank's chunk, with their routes.
         packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
@@ -111,7 +107,6 @@ class Round:
     readers: Collection[int] = ()
     byte_ranges: Sequence[ByteRange] = ()
     buffers: Sequence[Tensor] = ()
-    pack: Callable[[Round], None] = _no_packing
     outgoing: Sequence[tuple[Message, Route]] = ()
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
@@ -204,6 +199,10 @@ class Transport:
 
     def post(self, work: Round) -> None:
         """Makes a round ready to receive."""
+
+    def packing(self) -> AbstractContextManager[None]:
+        """Returns a context for packing the messages of a chunk that is read."""
+        return nullcontext()
 
     def start(self, work: Round) -> None:
         """Sends the messages of this rank's chunk, and its status."""

@@ -162,7 +162,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "routes":
         before(load, "plan_routes")
     elif stage == "pack":
-        before(Buffers, "_pack")
+        before(Buffers, "pack")
     elif stage == "rest":
         before(load, "_open_rest")
     elif stage == "connect":

@@ -89,7 +89,7 @@ class OneRank:
             self._read(work.byte_ranges, work.buffers)
         if work.slots is not None and work.slots.own is not None:
             work.slots.each[self.rank].copy_(work.slots.own)
-        work.pack(work)
+        self._buffers.pack(work)
         return work
 
     def end(self, work: Round) -> int:
