@@ -131,13 +131,13 @@ def open_access(
     Raises:
         FastloadError: See `agree_on_access`.
     """
+    patience = Patience(options.retries, world.patience_s / 2)
+    same = {**call, **options.shared_values()}
 
     def connect(location: Location) -> PatientStorage:
-        patience = Patience(options.retries, world.patience_s / 2)
         return open_patiently(location, NAMES, storage_options, io=options.io, patience=patience)
 
     def open_at(location: Location) -> Access:
-        same = {**call, **options.shared_values()}
         return agree_on_access(world, location.url, partial(connect, location), same, read)
 
     with world.together():

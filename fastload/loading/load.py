@@ -209,11 +209,7 @@ class Session:
         self.await_prefetch()
         opened, start = self.opened, LoadStart.now(self.opened)
         if opened.access.deltas and staging_bytes is None:
-            members = members_of(opened.world.group)
-            match = partial(
-                request.match, opened.access.tensors, opened.world.rank, opened.world.size, members
-            )
-            request = patched(opened, request, match, self._delta)
+            request = patched(opened, request, partial(opened.match, request), self._delta)
         while True:
             opened = self.opened
             if self._held is not None:
@@ -496,6 +492,11 @@ class Opened:
             held=self.access.held,
         )
 
+    def match(self, request: Request) -> Match:
+        """Finds the destinations of a request of this rank; errors are those of `LoadRequest.match`."""
+        world = self.world
+        return request.match(self.access.tensors, world.rank, world.size, members_of(world.group))
+
     @property
     def cores(self) -> int:
         """This rank's share of its host's cores, at least 1."""
@@ -568,11 +569,10 @@ class MatchedRequest:
         Raises:
             FastloadError: This rank cannot load it.
         """
-        world = opened.world
-        match = request.match(opened.access.tensors, world.rank, world.size, members_of(world.group))
+        match = opened.match(request)
         backend, detour = "", "the tensors are in host memory"
         if is_accelerator(match.device):
-            backend = backend_of(world.group, match.device.type)
+            backend = backend_of(opened.world.group, match.device.type)
             detour = (
                 "" if backend else f"the process group has no backend between {match.device.type} devices"
             )

@@ -311,38 +311,6 @@ class BoxWindows:
     windows: Sequence[range]
     device: torch.device
 
-    @classmethod
-    def agree(
-        cls,
-        world: World,
-        manifest: Manifest,
-        boxes: BoxSelection,
-        *,
-        names: object,
-        device: torch.device | str | None,
-        room_bytes: int,
-    ) -> BoxWindows:
-        """Cuts the checkpoint into windows on all ranks. No rank wants more than `room_bytes` of a window.
-
-        Raises:
-            MismatchError: A box does not fit, on some rank.
-            OptionError: An argument cannot be used.
-        """
-        found: list[tuple[dict[str, list[Box]], torch.device]] = []
-
-        def lengths_here() -> bytes:
-            if names is not None:
-                raise OptionError("names= and boxes= are both given: boxes= has the names of what is wanted")
-            wanted = checked_boxes(manifest, _lists(boxes))
-            found.append((wanted, target_device(device)))
-            lengths = array(_NUM_BYTES, (_nbytes(manifest, name, wanted) for name in manifest.by_name))
-            return zlib.compress(lengths.tobytes(), level=1)
-
-        packed = world.gather_bytes(f"telling what each rank wants of {manifest.url}", lengths_here)
-        lengths = [_unpack(data) for data in dict.fromkeys(packed)]
-        boxes_here, target = found[0]
-        return cls(manifest, boxes_here, cut_windows(lengths, room_bytes), target)
-
     def allocate(self, window: range) -> BoxesByName:
         """Allocates the tensors of a window.
 
@@ -389,12 +357,21 @@ def stream_boxes(
     Raises:
         FastloadError: A rank cannot take them.
     """
-    opened = session.opened
-    room_bytes = opened.options.staging_bytes // 4
-    windows = BoxWindows.agree(
-        opened.world, session.manifest, boxes, names=names, device=device, room_bytes=room_bytes
-    )
-    return BoxStreamTransfer(session, windows)
+    opened, manifest = session.opened, session.manifest
+    found: list[tuple[dict[str, list[Box]], torch.device]] = []
+
+    def lengths_here() -> bytes:
+        if names is not None:
+            raise OptionError("names= and boxes= are both given: boxes= has the names of what is wanted")
+        wanted = checked_boxes(manifest, _lists(boxes))
+        found.append((wanted, target_device(device)))
+        lengths = array(_NUM_BYTES, (_nbytes(manifest, name, wanted) for name in manifest.by_name))
+        return zlib.compress(lengths.tobytes(), level=1)
+
+    packed = opened.world.gather_bytes(f"telling what each rank wants of {manifest.url}", lengths_here)
+    lengths = [_unpack(data) for data in dict.fromkeys(packed)]
+    windows = cut_windows(lengths, opened.options.staging_bytes // 4)
+    return BoxStreamTransfer(session, BoxWindows(manifest, found[0][0], windows, found[0][1]))
 
 
 class BoxStreamTransfer:

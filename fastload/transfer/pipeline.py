@@ -230,6 +230,7 @@ class Pipeline:
         plan: As given.
         reader: As given.
         transport: Sends and receives messages.
+        num_posted: Rounds that this rank has begun, counted over all plans.
         broken: Readers that dropped out; the same on every rank.
         ends_before: Called with the number of each round, over all plans, before it begins. True ends the
             transfer after the rounds in flight. It has to return True for the same round on all ranks.
@@ -259,7 +260,7 @@ class Pipeline:
         self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
         self._first_index = 0
-        self._num_posted = 0
+        self.num_posted = 0
         self.broken: set[int] = set()
         self.ends_before: Callable[[int], bool] = _never
 
@@ -297,11 +298,6 @@ class Pipeline:
     def watches(self) -> dict[str, Stopwatch]:
         """The stopwatch of each stage."""
         return {"read": self.reader.watch, "exchange": self.transport.watch, "place": self._placing.watch}
-
-    @property
-    def num_posted(self) -> int:
-        """Rounds that this rank has begun, counted over all plans."""
-        return self._num_posted
 
     def run(self) -> None:
         """Runs all rounds.
@@ -363,7 +359,7 @@ class Pipeline:
                     break
                 rounds.append(self._post(plan, num_posted))
                 num_posted += 1
-                self._num_posted = self._first_index + num_posted
+                self.num_posted = self._first_index + num_posted
             if not rounds:
                 break
             unread = self._finish(plan, index, rounds[0])

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import ceil
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import xxhash
 
@@ -25,8 +25,6 @@ from fastload.geometry.ranges import ByteRange, HasRange, join_adjacent
 from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
 from fastload.transfer.plan import Chunk
-
-T = TypeVar("T")
 
 
 class HeldRange(NamedTuple):
@@ -558,9 +556,7 @@ class RepeatedPlan(RoutedPlan):
     def of(cls, plan: RoutedPlan, rank: int) -> RepeatedPlan:
         """Computes the messages of all rounds."""
         repeated = cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
-        view = repeated.view(rank)
-        for index in range(repeated.num_rounds):
-            view.reads(index), view.outgoing(index), view.incoming(index)
+        repeated.view(rank)
         return repeated
 
     @cached_property
@@ -575,24 +571,20 @@ class RepeatedPlan(RoutedPlan):
 
 
 class _RepeatedView(RoutedView):
-    """A view that computes each round once."""
+    """A view that has computed all rounds."""
 
     def __init__(self, plan: RoutedPlan, rank: int) -> None:
         super().__init__(plan, rank)
-        self._known: dict[tuple[str, int], Any] = {}
+        rounds = range(plan.num_rounds)
+        self._reads = [RoutedView.reads(self, index) for index in rounds]
+        self._outgoing = [RoutedView.outgoing(self, index) for index in rounds]
+        self._incoming = [RoutedView.incoming(self, index) for index in rounds]
 
     def reads(self, index: int) -> list[ByteRange]:
-        return self._once("reads", index, super().reads)
+        return self._reads[index]
 
     def outgoing(self, index: int) -> list[Message]:
-        return self._once("outgoing", index, super().outgoing)
+        return self._outgoing[index]
 
     def incoming(self, index: int) -> list[Message]:
-        return self._once("incoming", index, super().incoming)
-
-    def _once(self, what: str, index: int, compute: Callable[[int], list[T]]) -> list[T]:
-        key = what, index
-        if key not in self._known:
-            self._known[key] = compute(index)
-        found: list[T] = self._known[key]
-        return found
+        return self._incoming[index]
