@@ -372,16 +372,13 @@ def save(
         PeerError: Ranks failed, were killed, or did not respond in time; with every cause.
         StorageError: Storage failed, in a group of one rank.
     """
-    from fastload.saving.save import save_now
+    from fastload.saving import save as saving
+    from fastload.saving.call import make_call
 
-    return save_now(
-        state,
-        path,
-        process_group=process_group,
-        metadata=metadata,
-        storage_options=storage_options,
-        options=options,
-    )
+    call = make_call(path, process_group, metadata, storage_options, options)
+    report = saving.save(call, state)
+    call.tell(report)
+    return report
 
 
 def save_stream(
@@ -428,11 +425,10 @@ def save_stream(
     """
     from fastload.saving import save as saving
     from fastload.saving.call import make_call
-    from fastload.saving.handle import raise_unseen
     from fastload.saving.stream import take_tensors
 
     chosen = replace(options if options is not None else SaveOptions(), parts=True)
-    call = make_call(path, process_group, metadata, storage_options, chosen, raise_earlier=raise_unseen)
+    call = make_call(path, process_group, metadata, storage_options, chosen)
     with call.world.together():
         state = take_tensors(call.world, call.what, tensors, lambda: _local(spool, "keep tensors in"))
     report = saving.save(call, state)
@@ -456,16 +452,11 @@ def async_save(
     program does not report it. The memory of the copy, a rank's share of the state, is reused by the next
     save.
     """
+    from fastload.saving.call import make_call
     from fastload.saving.save import save_in_background
 
-    return save_in_background(
-        state,
-        path,
-        process_group=process_group,
-        metadata=metadata,
-        storage_options=storage_options,
-        options=options,
-    )
+    call = make_call(path, process_group, metadata, storage_options, options, in_background=True)
+    return save_in_background(call, state)
 
 
 def inspect(

@@ -17,6 +17,7 @@ from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.formats.untrusted import is_plain_path
 from fastload.options import Patience, SaveOptions
 from fastload.report import SaveReport
+from fastload.saving.handle import in_doubt, raise_unseen
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import (
@@ -105,18 +106,22 @@ def make_call(
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions | None,
     *,
-    raise_earlier: Callable[[], None] | None,
+    in_background: bool = False,
     queued: QueuedSave | None = None,
     names: Names = NAMES,
     find_base: Callable[[], Location | None] | None = None,
     stem: str = MODEL_STEM,
 ) -> SaveCall:
-    """Meets the other ranks for a save. Arguments are those of `fastload.save`, or attributes of the call.
+    """Meets the other ranks for a save.
+
+    Arguments are those of `fastload.save`, attributes of the call, and whether it ends in the background.
 
     Raises:
         FastloadError: Some rank has a bad argument, or did not come.
     """
     began = time.perf_counter()
+    # All ranks raise an error that only some have seen, and in this call, not in the background.
+    raise_earlier = raise_unseen if in_doubt() or not in_background else None
 
     def ready(chosen: SaveOptions) -> tuple[Location, dict[str, str]]:
         location = locate(path)

@@ -6,9 +6,8 @@ background in `finish`. Each step hands a frozen value on to the next.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +26,13 @@ from fastload.saving.call import SaveCall, make_call
 from fastload.saving.commit import commit
 from fastload.saving.delta import DeltaPlan, plan_delta
 from fastload.saving.describe import describe
-from fastload.saving.handle import SaveHandle, in_doubt, raise_unseen
+from fastload.saving.handle import SaveHandle
 from fastload.saving.overlap import OverlappedSnapshot
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.write import WriteResult, open_pending, write
-from fastload.storage import Location
 
 
 @dataclass(frozen=True)
@@ -114,75 +112,22 @@ def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
         return _write(call, begun, agreed, waited_s)
 
 
-def save_now(
-    state: Any,
-    path: str | os.PathLike[str],
-    *,
-    process_group: Any,
-    metadata: Mapping[str, str] | None,
-    storage_options: Mapping[str, Any] | None,
-    options: SaveOptions | None,
-    find_base: Callable[[], Location | None] | None = None,
-) -> SaveReport:
-    """Saves; returns when the checkpoint exists.
-
-    Arguments are those of `fastload.save`, and `find_base`: see `SaveCall`.
-
-    Raises:
-        FastloadError: As for `fastload.save`.
-    """
-    call = make_call(
-        path,
-        process_group,
-        metadata,
-        storage_options,
-        options,
-        raise_earlier=raise_unseen,
-        find_base=find_base,
-    )
-    report = save(call, state)
-    call.tell(report)
-    return report
-
-
-def save_in_background(
-    state: Any,
-    path: str | os.PathLike[str],
-    *,
-    process_group: Any,
-    metadata: Mapping[str, str] | None,
-    storage_options: Mapping[str, Any] | None,
-    options: SaveOptions | None,
-    queued: QueuedSave | None = None,
-    find_base: Callable[[], Location | None] | None = None,
-) -> SaveHandle:
+def save_in_background(call: SaveCall, state: Any) -> SaveHandle:
     """Copies the bytes that this rank contributes, and saves them in the background.
 
-    Arguments are those of `fastload.save`, `find_base` (see `SaveCall`), and `queued`: its place in a queue;
-    None writes at once. The owner of the queue raises the errors of its saves on all ranks.
+    The owner of a queue raises the errors of its saves on all ranks.
 
     Raises:
         FastloadError: As for `fastload.async_save`.
     """
-    call = make_call(
-        path,
-        process_group,
-        metadata,
-        storage_options,
-        options,
-        # All ranks raise an error that only some have seen, and in this call, not in the background.
-        raise_earlier=raise_unseen if in_doubt() else None,
-        queued=queued,
-        find_base=find_base,
-    )
     begun = begin(call, state)
     work = partial(finish, call, begun)
-    if queued is None:
-        return SaveHandle(call.url, work, call.tell, snapshot=begun.snapshot)
-    assert begun.snapshot is not None
-    queued.on_drop(begun.snapshot.release)
-    work = partial(queued.run, work)
-    return SaveHandle(call.url, work, call.tell, snapshot=begun.snapshot, caller_raises=True)
+    if (queued := call.queued) is not None:
+        assert begun.snapshot is not None
+        queued.on_drop(begun.snapshot.release)
+        work = partial(queued.run, work)
+    is_queued = queued is not None
+    return SaveHandle(call.url, work, call.tell, snapshot=begun.snapshot, caller_raises=is_queued)
 
 
 def save_all_in_background(
@@ -207,11 +152,10 @@ def save_all_in_background(
     """
     begun: list[tuple[SaveCall, BegunSave]] = []
     handles: list[SaveHandle] = []
-    raise_earlier = raise_unseen if in_doubt() else None
     try:
         for path, state in states.items():
             stem = stems.get(path, MODEL_STEM)
-            call = make_call(path, process_group, None, None, options, raise_earlier=raise_earlier, stem=stem)
+            call = make_call(path, process_group, None, None, options, in_background=True, stem=stem)
             begun.append((call, begin(call, state)))
     finally:  # also after an error: the other ranks may write the saves before it
         for call, each in begun:

@@ -14,9 +14,10 @@ from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience, SaveOptions
+from fastload.saving.call import make_call
 from fastload.saving.handle import SaveHandle
 from fastload.saving.queue import QueuedSave
-from fastload.saving.save import save_in_background, save_now
+from fastload.saving.save import save, save_in_background
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, RunName, metadata_of, metrics_of
@@ -401,15 +402,20 @@ class CheckpointManager:
         queued: QueuedSave | None,
     ) -> SaveHandle | None:
         """Saves; returns the handle of a save in the background."""
-        given: dict[str, Any] = {
-            **self._defaults,
-            "metadata": metadata,
-            "options": self._policy.options,
-            "find_base": find_base,
-        }
-        if self._policy.async_:
-            return save_in_background(state, path, **given, queued=queued)
-        save_now(state, path, **given)
+        policy, given = self._policy, self._defaults
+        call = make_call(
+            path,
+            given["process_group"],
+            metadata,
+            given["storage_options"],
+            policy.options,
+            in_background=policy.async_,
+            queued=queued,
+            find_base=find_base,
+        )
+        if policy.async_:
+            return save_in_background(call, state)
+        call.tell(save(call, state))
         return None
 
     # What there is

@@ -154,7 +154,7 @@ def test_a_single_file_where_there_are_no_hard_links(here: Path, monkeypatch: py
     late = f"{path}.pending"
     Path(late).write_bytes(b"third")
     with pytest.raises(CheckpointExists):
-        single_file.publish(late, str(path))
+        single_file.publish(late, str(path), overwrite=False)
     assert path.read_bytes() == b"second"
 
 

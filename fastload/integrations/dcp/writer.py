@@ -32,7 +32,6 @@ from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, do
 from fastload.options import SaveOptions
 from fastload.saving import save as saving
 from fastload.saving.call import make_call
-from fastload.saving.handle import raise_unseen
 from fastload.storage.process import warn_once
 
 _log = logging.getLogger(__name__)
@@ -142,7 +141,6 @@ class Writer(DcpStorage, StorageWriter):
             self._metadata,
             self._storage_options,
             replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
-            raise_earlier=raise_unseen,
             names=DCP_NAMES,
         )
         self.report = saving.save(call, planned.pop().state([written for _, written in responses]))
