@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "UnsupportedVersion",
     "WorldError",
     "blames_checkpoint",
+    "first_lines",
     "from_wire",
     "proves_damage",
     "some_of",
@@ -35,6 +36,7 @@ __all__ = [
 
 
 _WIRE_BYTES = 1 << 20
+_NUM_LINES = 20
 
 
 class FastloadError(Exception):
@@ -276,6 +278,12 @@ def from_wire(wire: dict[str, Any]) -> BaseException:
         except Exception:
             pass  # it wants other arguments
     return FastloadError(f"{name}: {message}")
+
+
+def first_lines(problems: Sequence[str]) -> list[str]:
+    """Returns the first twenty of some problems, and how many more there are."""
+    more = len(problems) - _NUM_LINES
+    return [*problems[:_NUM_LINES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def some_of(names: Iterable[str]) -> str:

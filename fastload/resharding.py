@@ -38,7 +38,7 @@ from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.report import LoadReport
 from fastload.saving.describe import lay_out_files
 from fastload.saving.layout import Layout, TensorSpec
-from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge, unpack_boxes
+from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge
 from fastload.saving.messages import ShardRange
 from fastload.saving.shard_map import MappedShard, ShardMap
 from fastload.saving.snapshot import StateReader
@@ -218,7 +218,7 @@ def _open(world: World, state: Any) -> _VirtualFile:
         raise OptionError("no rank has a tensor to send: state= is None or has no tensors on all ranks")
     merged = MergedState.of(of_senders, _NOTHING_MOVED)
     layout = lay_out_files(merged.specs, SaveOptions())
-    shard_map = ShardMap(layout, world.size, boxes_by_rank([unpack_boxes(each) for each in packed]))
+    shard_map = ShardMap(layout, world.size, boxes_by_rank(packed))
     if missing := shard_map.missing():
         refuse_merge("the ranks together do not have all of the state", missing, _NOTHING_MOVED)
     shards, manifest = _lay_out(merged, layout, shard_map)

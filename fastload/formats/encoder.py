@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from fastload.errors import OptionError
+from fastload.errors import OptionError, first_lines
 from fastload.formats.dtypes import NAMES
 from fastload.formats.state import OWN_PREFIX, PerRank, leaves, own_prefix
 from fastload.formats.values import (
@@ -33,7 +33,6 @@ from fastload.formats.values import (
 from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 
 _RESERVED = "__metadata__"  # has another meaning in a safetensors header
-_MAX_PROBLEMS = 20
 _MAX_SHORT_TEXT = 100  # about the cost of a tensor in header and structure
 
 
@@ -81,10 +80,7 @@ def encode_state(state: Any, rank: int = 0) -> StateEncoding:
     except RecursionError:
         raise OptionError("the state cannot be saved: it is nested too deeply") from None
     if encoder.problems:
-        shown = encoder.problems[:_MAX_PROBLEMS]
-        more = len(encoder.problems) - len(shown)
-        lines = [*shown, *([f"and {more} more"] if more else [])]
-        raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
+        raise OptionError("the state cannot be saved: " + "\n  ".join(first_lines(encoder.problems)))
     own, changes = encoder.own, encoder.changes()
     if own is None:
         return StateEncoding(encoder.tensors, structure, {}, [], encoder.starts, *changes)

@@ -44,7 +44,7 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
-from fastload.errors import FastloadError, ManifestError, UnsupportedVersion
+from fastload.errors import FastloadError, ManifestError, UnsupportedVersion, first_lines
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.values import (
     BARE_NAME,
@@ -65,7 +65,6 @@ _DICTS = ("dict", "OrderedDict", "Counter")
 _KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray", "json"})
 _NUM_NAMES = 2  # a list of the tensors, and the walk that makes the state
 _NUMBER_CHARS = 24  # more than most numbers take
-_MAX_LINES = 20
 _ADVICE = "strict=False leaves these out, and loads the rest"
 _DIGEST_PIECE_BYTES = 16 << 20
 
@@ -428,11 +427,8 @@ def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> No
     """
     if not refused:
         return
-    lines = [f"{url}: not all of it can be loaded:", *(f"  {line}" for line in refused[:_MAX_LINES])]
-    if len(refused) > _MAX_LINES:
-        lines.append(f"  and {len(refused) - _MAX_LINES} more")
-    lines.append(advice)
-    raise ManifestError("\n".join(lines))
+    lines = "\n  ".join([f"{url}: not all of it can be loaded:", *first_lines(refused)])
+    raise ManifestError(f"{lines}\n{advice}")
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:

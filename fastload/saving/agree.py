@@ -21,7 +21,7 @@ from fastload.saving.compare import (
     require_same_content,
 )
 from fastload.saving.describe import RankState, lay_out_files
-from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge, unpack_boxes
+from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge
 from fastload.saving.shard_map import ShardMap
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
@@ -173,7 +173,7 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     )
     merged = MergedState.of(dict(enumerate(forms)))
     layout = lay_out_files(merged.specs, call.options, call.stem)
-    shard_map = ShardMap(layout, world.size, boxes_by_rank([unpack_boxes(each) for each in packed]))
+    shard_map = ShardMap(layout, world.size, boxes_by_rank(packed))
     if missing := shard_map.missing():
         refuse_merge("the ranks together do not have the whole state", missing)
     content = StateContent(merged.structure, layout.digest, merged.specs, {})

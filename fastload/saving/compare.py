@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
-from fastload.errors import PlanMismatch, ReplicaMismatch
+from fastload.errors import PlanMismatch, ReplicaMismatch, some_of
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
@@ -144,7 +144,7 @@ def require_same_content(
             places.setdefault(place, [f"rank 0 {there}"]).append(f"rank {rank} {here}")
     if has_one_form and not places:
         return  # on some ranks the tensors are not in host memory
-    lines = [f"  {place}: {_first_few(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
+    lines = [f"  {place}: {some_of(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
     more = max(len(places), *(count for count, _ in found)) - len(lines)
     lines += [f"  and at least {more} more"] if more > 0 else []
     if has_one_form:
@@ -152,10 +152,6 @@ def require_same_content(
         raise ReplicaMismatch("\n".join([head, *lines, f"{_HINT} {_HOW_NOT_TO}"]))
     head = "the ranks hold different states, so nothing was saved:"
     raise PlanMismatch("\n".join([head, *lines, _HINT]))
-
-
-def _first_few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _found(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:

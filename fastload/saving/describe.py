@@ -14,7 +14,7 @@ from torch import Tensor
 from fastload.base.memory import uncollected
 from fastload.comm.group import members_of
 from fastload.comm.world import World
-from fastload.errors import OptionError
+from fastload.errors import OptionError, first_lines
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
 from fastload.formats.names import MODEL_STEM
@@ -27,8 +27,6 @@ from fastload.saving.layout import HEADER_METADATA, Layout, TensorSpec, lay_out
 from fastload.saving.per_rank import PerRankValues
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import StateReader
-
-_NUM_SHOWN = 20
 
 _last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
 
@@ -111,9 +109,7 @@ def _predict_shards(
     group = DTensorRanks(members_of(world.group), place="the state", call="save")
     problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
     if problems:
-        shown, more = problems[:_NUM_SHOWN], len(problems) - _NUM_SHOWN
-        lines = [*shown, *([f"and {more} more"] if more > 0 else [])]
-        raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
+        raise OptionError("the state cannot be saved: " + "\n  ".join(first_lines(problems)))
     if options.parts:
         return None, b""
     boxes: dict[str, BoxesByRank] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastload.errors import PlanMismatch
+from fastload.errors import PlanMismatch, first_lines
 from fastload.formats.state import leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.box import Box
@@ -140,9 +140,6 @@ def _shown(node: Any) -> str:
     return show_key(decode_value(node))
 
 
-_NUM_SHOWN = 20
-
-
 @dataclass(frozen=True)
 class MergedState:
     """The merged state.
@@ -223,10 +220,7 @@ def _same_specs(
 
 def refuse_merge(head: str, problems: Sequence[str], outcome: str = NOTHING_SAVED) -> NoReturn:
     """Raises `PlanMismatch` with a line for each problem."""
-    lines = [f"  {problem}" for problem in problems[:_NUM_SHOWN]]
-    more = len(problems) - len(lines)
-    lines += [f"  and {more} more"] if more > 0 else []
-    raise PlanMismatch("\n".join([f"{head}, so {outcome}:", *lines]))
+    raise PlanMismatch("\n  ".join([f"{head}, so {outcome}:", *first_lines(problems)]))
 
 
 def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
@@ -236,19 +230,18 @@ def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
     return zlib.compress(json.dumps([list(numbers), columns]).encode(), level=1)
 
 
-def unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
-    """Yields name and boxes of each tensor from the result of `pack_boxes`."""
+def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
     boxes, columns = json.loads(zlib.decompress(packed))
     kinds = [tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in held) for held in boxes]
     return ((name, kinds[number]) for name, number in columns)
 
 
-def boxes_by_rank(boxes: Sequence[Iterator[tuple[str, tuple[Box, ...]]]]) -> dict[str, BoxesByRank]:
-    """Returns for each tensor the boxes of each rank; equal ones share one object."""
+def boxes_by_rank(packed: Sequence[bytes]) -> dict[str, BoxesByRank]:
+    """Returns for each tensor the boxes of each rank, by their `pack_boxes`; equal ones share one object."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
-    for rank, of_rank in enumerate(boxes):
-        for name, held in of_rank:
+    for rank, of_rank in enumerate(packed):
+        for name, held in _unpack_boxes(of_rank):
             columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
     kinds = list(numbers)
     known: dict[bytes, BoxesByRank] = {}

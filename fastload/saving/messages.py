@@ -165,8 +165,6 @@ def _messages_for(
     layout: Layout, shard_map: ShardMap, part: FileRange, writer: int, index: int, members: Collection[int]
 ) -> list[ShardMessage]:
     """Returns the messages that fill a part."""
-    if shard_map.is_replicated:
-        return _own_message(layout, shard_map, part, writer, index)
     found: dict[int, list[ShardRange]] = {writer: []}
     for number in layout.tensors_in(part):
         offset = layout.space.ranges[number].offset
@@ -175,19 +173,6 @@ def _messages_for(
             sender = _sender(shard.holders, writer, index, members)
             found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
     return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]
-
-
-def _own_message(
-    layout: Layout, shard_map: ShardMap, part: FileRange, writer: int, index: int
-) -> list[ShardMessage]:
-    """Returns the message that fills a part of a writer that holds all tensors."""
-    ranges = []
-    for number in layout.tensors_in(part):
-        entry = layout.space.ranges[number]
-        [shard] = shard_map.tensor(number).shards
-        begin, end = max(0, part.begin - entry.offset), min(entry.nbytes, part.end - entry.offset)
-        ranges.append(ShardRange(number, shard, begin, end))
-    return [ShardMessage(writer, writer, index, tuple(ranges))] if ranges else []
 
 
 def _outgoing(
