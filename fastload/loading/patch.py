@@ -401,14 +401,15 @@ def _read(opened: Opened, session: Session, base: Manifest, candidates: _Candida
             session.load(
                 BoxRequest({changes[name].counts.name: [box] for name, box in counts.items() if box[0].numel})
             )
-            tables = {
-                name: SegmentTable.of(changes[name], stored.block_bytes, box[1], stored.url)
-                for name, box in counts.items()
-            }
-            parts = {
-                name: [_new_part(changes[name], tables[name], region) for region in regions]
-                for name, regions in wanted.items()
-            }
+            parts: dict[str, list[tuple[_Part, tuple[Box, Tensor], tuple[Box, Tensor]]]] = {}
+
+            def find() -> None:
+                for name, regions in wanted.items():
+                    table = SegmentTable.of(changes[name], stored.block_bytes, counts[name][1], stored.url)
+                    parts[name] = [_new_part(changes[name], table, region) for region in regions]
+
+            # Together: only the ranks that want a tensor see its counts.
+            opened.world.agree(f"finding the changes in {stored.url}", find)
             boxes: dict[str, list[tuple[Box, Tensor]]] = {}
             for of_tensor in parts.values():
                 for part, *of_part in of_tensor:

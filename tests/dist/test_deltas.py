@@ -625,6 +625,23 @@ def test_changes_that_no_save_writes(rank: int, world: int, tmp_path: Path) -> N
             assert_same_bits(tensors, into)
 
 
+@ranks(2)
+def test_a_table_that_one_rank_reads_is_an_error_on_all(rank: int, world: int, tmp_path: Path) -> None:
+    first = weights()
+    fastload.save(first, tmp_path / "0", options=options())
+    save(step(first, 1), tmp_path / "1", base=tmp_path / "0")
+    if rank == 0:
+        rewrite(tmp_path / "1", tmp_path / "bad", bad_counts)
+    dist.barrier()
+    own = ["wide"] if rank == 0 else ["odd", "small"]
+    into = {name: first[name].clone() for name in own}
+    with pytest.raises(ManifestError, match="bad: the counts of 'wide' contradict"):
+        fastload.load(tmp_path / "bad", into=into, names=own, strict=False, options=LOAD)
+    assert_same_bits(into, {name: first[name] for name in own})
+    fastload.load(tmp_path / "1", into=into, names=own, strict=False, options=LOAD)  # the group is as before
+    assert_same_bits(into, {name: step(first, 1)[name] for name in own})
+
+
 def rewrite(source: Path, path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     """Copies a delta with other contents, of which the checksums are right."""
     body = json.loads((source / "fastload.json").read_bytes())
