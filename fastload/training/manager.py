@@ -61,8 +61,6 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.deltas, bool):
             raise OptionError(f"deltas={self.deltas!r}: must be True or False")
-        if self.deltas and self.memory is not None:
-            raise OptionError("deltas=True: is not for a run with memory=, which saves complete checkpoints")
         if self.options.base is not None:
             raise OptionError(
                 f"base={self.options.base!r}: deltas=True saves each checkpoint as a delta of the one before"

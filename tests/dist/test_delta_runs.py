@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from torch import Tensor
 
@@ -22,6 +25,7 @@ from fastload.options import Patience
 from fastload.training.catalog import Catalog
 from fastload.training.retention import Retention
 from tests.checkpoints import assert_same_bits
+from tests.dist import test_memory_tier
 from tests.dist.harness import ranks
 from tests.dist.test_deltas import LOAD, changed, step, weights
 
@@ -194,9 +198,49 @@ def test_retention_keeps_what_a_kept_delta_needs(tmp_path: Path) -> None:
             assert all("its base" in one.problem for one in broken)
 
 
+@ranks(2, ranks_per_host=1, deadline_s=90)
+def test_a_run_of_deltas_with_memory(rank: int, world: int, tmp_path: Path) -> None:
+    """Deltas are on storage; memory has complete checkpoints, and so has what is written from there."""
+    states = [weights()]
+    for number in range(1, 8):
+        states.append(step(states[-1], number))
+    memory, root = tmp_path / "memory", tmp_path / test_memory_tier.ROOT
+    state = lambda number: {**states[number], "step": number}  # noqa: E731
+    manage = partial(test_memory_tier.manage, tmp_path, memory, options=OPTIONS, deltas=True)
+    with contextlib.suppress(test_memory_tier.Crash), manage() as manager:
+        for number in (1, 3):
+            manager.save(number, state(number))
+            manager.wait()
+            test_memory_tier.keep(manager, number + 1, state=state)
+        raise test_memory_tier.Crash
+    saved = lambda: {number: is_delta(root / f"step_{number:08}") for number in entries(root)}  # noqa: E731
+    assert saved() == {1: False, 3: True}
+    with manage() as manager:
+        assert_same_bits(tensors_of(manager.restore()), states[4])
+        assert (manager.restored_step, manager.restored_from) == (4, "memory")
+        manager.save(5, state(5))
+        manager.wait()
+        test_memory_tier.keep(manager, 6, state=state)
+    assert saved() == {1: False, 3: True, 5: True, 6: False}
+    with manage() as manager:
+        manager.save(7, state(7))
+        manager.wait()
+        assert entries(root)[7].summary.base == "step_00000006"
+        assert saved()[7]
+    dist.barrier()
+    shutil.rmtree(memory, ignore_errors=True)
+    dist.barrier()
+    with manage() as manager:
+        for number in (3, 5, 6, 7):
+            assert_same_bits(tensors_of(manager.restore(step=number)), states[number])
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def test_options_of_a_manager_that_do_not_go_together(tmp_path: Path) -> None:
     for arguments, text in (
-        ({"memory": tmp_path / "memory"}, "memory="),
         ({"options": SaveOptions(base=tmp_path / "0")}, "deltas=True saves each"),
         ({"deltas": 1}, "deltas=1"),
     ):

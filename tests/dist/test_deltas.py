@@ -80,7 +80,9 @@ def step(state: Mapping[str, Tensor], seed: int, part: float = 0.02) -> dict[str
 
 @ranks(2)
 def test_the_page(rank: int, world: int, tmp_path: Path) -> None:
-    first, *_, last = re.findall(r"^```python\n(.*?)^```$", page("docs/deltas.md"), re.MULTILINE | re.DOTALL)
+    first, *_, last, _ = re.findall(
+        r"^```python\n(.*?)^```$", page("docs/deltas.md"), re.MULTILINE | re.DOTALL
+    )
     model, base = torch.nn.Linear(600, 300), tmp_path / "0"
     torch.manual_seed(0)
 
@@ -97,7 +99,8 @@ def test_the_page(rank: int, world: int, tmp_path: Path) -> None:
     state = fastload.load(base, options=LOAD)
     assert not torch.equal(state["weight"], model.weight)
     (patch,) = names["patches"](tmp_path / "1")  # type: ignore[operator]
-    name, indices, values = patch
+    name, shape, indices, values = patch
+    assert shape == state[name].shape
     state[name].view(-1)[indices] = values
     assert_same_bits(state, {name: tensor.detach() for name, tensor in model.state_dict().items()})
     assert fastload.load(tmp_path / "1", options=LOAD)["weight"].equal(model.weight)

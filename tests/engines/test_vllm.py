@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+import fastload
 from tests.dist.flaky_server import FlakyServer, serving
 from tests.engines import models
 from tests.engines.engine import DEADLINE_S, ENVIRONMENT, Engine, apart, engine
+from tests.pages import page
 from tests.storage.s3_server import BUCKET, client_of, free_ports, seaweed_server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
@@ -138,6 +141,64 @@ def refreshes(folder: Path, tp: int, expected: Any) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_new_weights_all_or_none(folder: Path, tp: int) -> None:
     refreshes(folder, tp, said(folder / "second", "auto", tp))
+
+
+def programs_on_the_page() -> dict[str, Any]:
+    """Returns what the page on deltas defines for vLLM."""
+    names: dict[str, Any] = {"fastload": fastload}
+    programs = re.findall(r"^```python\n(.*?)^```$", page("docs/deltas.md"), re.MULTILINE | re.DOTALL)
+    for program in programs[-2:]:
+        exec(compile(program, "docs/deltas.md", "exec"), names)
+    return names
+
+
+def by_patches(worker: Any, base: Path, path: Path, result: Path) -> tuple[set[str], set[str]]:
+    """Patches a new model that has the base; returns parameters that are not those of the result, and all.
+
+    It has not been prepared for CPUs, which packs the weights of linear layers.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config, found = worker.vllm_config, []
+    for weights in (base, base, result):
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(vllm_config=config)
+        model.load_weights(fastload.load(weights).items())
+        found.append(model)
+    before, patched, after = (dict(model.named_parameters()) for model in found)
+    programs_on_the_page()["apply"](found[1], path)
+    assert all(not before[name].equal(tensor) for name, tensor in after.items())
+    return {name for name, tensor in after.items() if not tensor.equal(patched[name])}, set(after)
+
+
+@apart
+def patches(folder: Path, path: Path, result: Path, tp: int) -> None:
+    from vllm.distributed.weight_transfer import sparse_nccl_engine
+
+    check = sparse_nccl_engine.SparseNCCLTrainerWeightTransferEngine._validate_patch
+    for patch in programs_on_the_page()["to_send"](path):
+        check(patch)
+    with engine(folder / "llama", tp=tp) as started:
+        for wrong, names in started.llm.collective_rpc(by_patches, args=(folder / "llama", path, result)):
+            assert not wrong
+            assert "model.layers.1.self_attn.qkv_proj.weight" in names
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_patches_of_a_delta(folder: Path, tmp_path: Path, tp: int) -> None:
+    """vLLM's own function for patches makes the result of them, in fused and split parameters, too."""
+    state = fastload.load(folder / "llama")
+    fastload.save(state, tmp_path / "0")
+    generator = torch.Generator().manual_seed(tp)
+    for tensor in state.values():
+        tensor[torch.rand(tensor.shape, generator=generator) < 0.05] += 0.5
+    state[KEY] += 0.5  # all of its elements
+    for name, options in (("1", fastload.SaveOptions(base=tmp_path / "0")), ("result", None)):
+        fastload.save(state, tmp_path / name, options=options)
+    patches(folder, tmp_path / "1", tmp_path / "result", tp)
 
 
 @apart
