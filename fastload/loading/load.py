@@ -781,7 +781,7 @@ def _open_common(matched: MatchedRequest) -> Job:
 
 
 def open_job(
-    matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorWriter | None = None
+    matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: TensorWriter | StreamBuffer | None = None
 ) -> Job:
     """Opens a load with its plan.
 
@@ -797,21 +797,20 @@ def open_job(
     opened, options, access = matched.opened, matched.opened.options, matched.opened.access
     via_cache = matched.decision.alone and opened.ranks_on_host > 1
     reader = opened.open_reader(plan, in_parts=not isinstance(plan, TransferPlan), via_cache=via_cache)
-    destinations = (
-        writer or matched.match.stream_buffer or TensorWriter(matched.match.destinations, opened.cores)
-    )
+    writer = writer or matched.match.stream_buffer
+    writer = writer or TensorWriter(matched.match.destinations, opened.cores)
     pipeline = Pipeline(
         opened.world,
         plan,
         reader,
-        destinations,
+        writer,
         machines=access.machines,
         device=matched.match.device,
         backend="" if matched.decision.alone else matched.backend,
         progress=options.progress,
     )
     opened.tracing.follow(pipeline.watches)
-    return Job(matched, bytes_wanted, destinations, pipeline)
+    return Job(matched, bytes_wanted, writer, pipeline)
 
 
 # Ranks want different bytes

@@ -26,8 +26,8 @@ _ALIGNED_BYTES = 64
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Destinations(Protocol):
-    """The tensors or files that the requested bytes go to."""
+class Writer(Protocol):
+    """Writes the requested bytes to tensors or files."""
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a range of the requested bytes, in at most so many pieces.
@@ -109,7 +109,7 @@ class Buffers:
         plan: The rounds.
         rank: This rank.
         transport: Allocates the buffers.
-        destinations: The destinations of the bytes.
+        writer: Writes the bytes.
 
     Attributes:
         depth: Rounds that may be in flight.
@@ -119,12 +119,12 @@ class Buffers:
         MemoryError: The buffers do not fit into memory.
     """
 
-    def __init__(self, plan: Plan, rank: int, transport: Transport, destinations: Destinations) -> None:
+    def __init__(self, plan: Plan, rank: int, transport: Transport, writer: Writer) -> None:
         self._plan = plan
         self._view: View = plan.view(rank)
         self._rank = rank
         self._transport = transport
-        self._destinations = destinations
+        self._writer = writer
         self.wanted_bytes = self._view.wanted_bytes
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
         self._unpacked: dict[int, _Unpacked] = {}  # by number of the round
@@ -347,7 +347,7 @@ class Buffers:
     def _targets(self, ranges: Sequence[tuple[int, int]], at_most: int) -> list[Tensor] | None:
         pieces: list[Tensor] = []
         for start, nbytes in ranges:
-            targets = self._destinations.targets(start, nbytes, at_most - len(pieces))
+            targets = self._writer.targets(start, nbytes, at_most - len(pieces))
             if targets is None:
                 return None
             pieces += targets

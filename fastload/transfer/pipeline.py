@@ -16,7 +16,7 @@ from fastload.base.threads import Workers, await_done
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
-from fastload.transfer.buffers import Arrival, Buffers, Destinations, OwnChunk, Plan
+from fastload.transfer.buffers import Arrival, Buffers, OwnChunk, Plan, Writer
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.routed_plan import RoutedPlan
@@ -219,7 +219,7 @@ class Pipeline:
         world: The ranks, with the failure flag.
         plan: The plan.
         reader: Reads this rank's chunks.
-        destinations: The destinations of the bytes.
+        writer: Writes the bytes.
         machines: For each rank of the world, what it has in common with those it can share memory with; empty
             if no ranks share any.
         device: Where the tensors will live on this rank; host memory if None.
@@ -244,7 +244,7 @@ class Pipeline:
         world: World,
         plan: Plan,
         reader: ChunkReader,
-        destinations: Destinations,
+        writer: Writer,
         *,
         machines: Sequence[Hashable] = (),
         device: torch.device | None = None,
@@ -255,8 +255,8 @@ class Pipeline:
         self.plan = plan
         self.reader = reader
         self.transport = _open_transport(world, plan, machines, device, backend)
-        self._placing = _Placing(world.rank, destinations, progress)
-        self._buffers = Buffers(plan, world.rank, self.transport, destinations)
+        self._placing = _Placing(world.rank, writer, progress)
+        self._buffers = Buffers(plan, world.rank, self.transport, writer)
         self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
         self._first_index = 0
@@ -427,7 +427,7 @@ class Pipeline:
 
     def _recycle(self, work: Round) -> None:
         # Copies to a device may still read the buffer.
-        self._placing.settle()
+        self._placing.writer.settle()
         self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
 
 
@@ -443,24 +443,23 @@ def _ranges_in_place(work: Round) -> list[tuple[int, int]]:
 
 
 class _Placing:
-    """Copies arrived bytes to their destinations and counts them.
+    """Has arrived bytes written, and counts them.
 
     Args:
         rank: This rank.
-        destinations: The destinations.
+        writer: Writes them.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
+        writer: As given.
         watch: Time spent placing.
         placed_bytes: Bytes placed.
         received_bytes: The part of them that other ranks read.
     """
 
-    def __init__(
-        self, rank: int, destinations: Destinations, progress: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, rank: int, writer: Writer, progress: Callable[[int, int], None] | None) -> None:
         self._rank = rank
-        self._destinations = destinations
+        self.writer = writer
         self._progress = progress
         self.placed_bytes = 0
         self.watch = Stopwatch()
@@ -473,13 +472,9 @@ class _Placing:
         if self._progress is not None:
             self._progress(self.placed_bytes, wanted_bytes)
 
-    def settle(self) -> None:
-        """Waits until all bytes placed so far are in their destinations."""
-        self._destinations.settle()
-
     def _place(self, arrival: Arrival) -> None:
         for start, data in arrival.pieces:
-            self._destinations.place(start, data)
+            self.writer.place(start, data)
         self.placed_bytes += arrival.nbytes
         if arrival.reader != self._rank:
             self.received_bytes += arrival.nbytes
