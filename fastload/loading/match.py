@@ -160,7 +160,9 @@ def _elsewhere(view: RankView, size: int, wanted: Sequence[str] | None = None) -
 
 def _match_names(chosen: Mapping[str, SavedTensor], targets: TargetBuilder, view: RankView) -> Match:
     """Matches names: the result is new tensors by name."""
-    named = {name: (saved, targets.make(saved, exact=saved.is_complex128)) for name, saved in chosen.items()}
+    named = {
+        name: (saved, targets.make(saved.stored, exact=saved.is_complex128)) for name, saved in chosen.items()
+    }
     targets.make_together(view.own.together)
     destinations = targets.build()
 
@@ -179,7 +181,7 @@ def _match_all(targets: TargetBuilder, view: RankView, dtype: torch.dtype | None
     structure = view.manifest.structure
     if structure is not None and dtype is not None:
         for saved in leaves(structure):
-            targets.make(saved, exact=saved.is_exact)
+            targets.make(saved.stored, exact=saved.is_exact)
         targets.make_together(view.own.together)
     else:
         targets.make_all()
@@ -231,7 +233,7 @@ def _match_into(
     is_strict = request.strict and selection is None and not pairs.left_out
     restorer = Restorer(manifest.url, is_strict, pairs, shards)
     for saved, exact in restorer.wanted():
-        targets.make(saved, exact=exact)
+        targets.make(saved.stored, exact=exact)
     replaced = _replace_meta(pairs, targets.device)
     named: dict[str, Tensor] = {}
     for saved, slot in pairs.tensors:

@@ -96,7 +96,7 @@ def _misfits(
 ) -> Iterator[str]:
     name = saved.own_name
     try:
-        stored, shape = torch_spec(entry_of(manifest, saved))
+        stored, shape = torch_spec(entry_of(manifest, saved.stored))
     except ManifestError as error:
         yield str(error)
         return

@@ -359,18 +359,28 @@ class TargetBuilder(DestinationBuilder):
         self._later.append((tensor, stand_in))
         return stand_in
 
-    def make(self, saved: SavedTensor, *, exact: bool) -> Tensor:
-        """Returns the new tensor for a saved one; the same for each call.
+    def make(self, name: str, *, exact: bool) -> Tensor:
+        """Returns the new tensor for a stored one; the same for each call.
 
         Args:
-            saved: The saved tensor.
+            name: Name of the stored tensor.
             exact: Whether it keeps its stored dtype.
 
         Raises:
+            ManifestError: The checkpoint has none of this name.
             MismatchError: It cannot be cast.
             MemoryError: It does not fit into memory.
         """
-        return self._make(entry_of(self._manifest, saved), exact=exact)
+        stored, shape = torch_spec(entry_of(self._manifest, name))
+        target = stored if exact else target_dtype(stored, self._dtype)
+        tensor = self._new.get((name, target))
+        if tensor is None:
+            if not castable(stored, target):
+                line = f"{name}: torch cannot cast {stored} to {target}"
+                raise MismatchError(line, mismatched=(line,))
+            tensor = self._new[name, target] = allocate(shape, target, self.device)
+            self._complete.setdefault(name, []).append(tensor)
+        return tensor
 
     def make_like(self, saved: SavedTensor, like: Tensor) -> Tensor:
         """Returns a new DTensor of the stored dtype, with the placements of another one of its shape.
@@ -378,7 +388,7 @@ class TargetBuilder(DestinationBuilder):
         Raises:
             MemoryError: It does not fit into memory.
         """
-        stored, _ = torch_spec(entry_of(self._manifest, saved))
+        stored, _ = torch_spec(entry_of(self._manifest, saved.stored))
         tensor = empty_like(like, like.device, torch.complex128 if saved.is_complex128 else stored)
         self.fill(saved, tensor)
         return tensor
@@ -386,7 +396,7 @@ class TargetBuilder(DestinationBuilder):
     def make_all(self) -> None:
         """Makes a new tensor for every stored one; see `make`."""
         for entry in self._manifest.tensors:
-            self._make(entry, exact=False)
+            self.make(entry.name, exact=False)
 
     def make_together(self, together: Mapping[str, Sequence[str]]) -> set[str]:
         """Adds the other ranks' own tensors at the places whose own tensors this rank loads.
@@ -396,20 +406,8 @@ class TargetBuilder(DestinationBuilder):
         own = [name for name in together if name in self._complete]
         others = {other for name in own for other in together[name]} - self._complete.keys()
         for name in sorted(others):
-            self.make(SavedTensor(name, name), exact=True)
+            self.make(name, exact=True)
         return others
-
-    def _make(self, entry: TensorEntry, *, exact: bool) -> Tensor:
-        stored, shape = torch_spec(entry)
-        target = stored if exact else target_dtype(stored, self._dtype)
-        tensor = self._new.get((entry.name, target))
-        if tensor is None:
-            if not castable(stored, target):
-                line = f"{entry.name}: torch cannot cast {stored} to {target}"
-                raise MismatchError(line, mismatched=(line,))
-            tensor = self._new[entry.name, target] = allocate(shape, target, self.device)
-            self._complete.setdefault(entry.name, []).append(tensor)
-        return tensor
 
     def build(self) -> list[Destination]:
         """As `DestinationBuilder.build`. Tensors that are wanted twice have one destination, and a copy."""
@@ -472,15 +470,15 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
-    """Returns the entry of a saved tensor.
+def entry_of(manifest: Manifest, name: str) -> TensorEntry:
+    """Returns the entry of a stored tensor.
 
     Raises:
         ManifestError: The checkpoint has none.
     """
-    entry = manifest.by_name.get(saved.stored)
+    entry = manifest.by_name.get(name)
     if entry is None:
-        raise ManifestError(f"the structure of the state: there is no tensor {saved.stored[:200]!r}")
+        raise ManifestError(f"the structure of the state: there is no tensor {name[:200]!r}")
     return entry
 
 
