@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -148,16 +148,15 @@ def _share_chain(
             if call.options.base is not None:
                 raise
             why = f"its base cannot be read: {error}"
+        places = [call.location, *(place for place, _ in chain)]
+        folders = [place.sibling("_").url for place in places]
+        if len({folder for before, folder in pairwise(folders) if folder != before}) > 1:
+            why, chain = "the checkpoints of its chain would be in more than two directories", []
         packed = [manifest.to_bytes() for _, manifest in chain]
-        names = [base_name(place, call.location) for place, _ in chain]
-        near = [
-            place == before.sibling(name)
-            for (before, _), (place, _), name in zip(chain, chain[1:], names[1:], strict=False)
-        ]
         head = {
             "why_complete": why,
-            "names": names,
-            "near": near,
+            "names": [base_name(place, call.location) for place, _ in chain],
+            "near": [before == folder for before, folder in pairwise(folders[1:])],
             "lengths": [len(each) for each in packed],
         }
         return b"".join([json.dumps(head).encode(), b"\n", *packed])

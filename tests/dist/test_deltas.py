@@ -495,6 +495,9 @@ def test_a_base_in_another_directory(rank: int, world: int, tmp_path: Path) -> N
                 fastload.inspect(path)
     with pytest.raises(ManifestError, match=r"deltas/0 .*its base was replaced"):
         fastload.load(deltas / "1", options=LOAD)
+    report = save(states[3], tmp_path / "third" / "3", base=deltas / "2", bases=complete)
+    assert "more than two directories" in report.why_complete  # which no load could name
+    assert_same_bits(fastload.load(tmp_path / "third" / "3", options=LOAD), states[3])
     dist.barrier()
     if rank == 0:
         shutil.rmtree(deltas / "0")
