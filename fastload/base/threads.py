@@ -11,11 +11,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -28,7 +29,9 @@ _LEAVING_S = 1.0
 _IDLE_S = 1.0  # for less frequent tasks a new thread is fast enough
 _IDLE_NAME = "idle"
 _TICK_S = 0.05
+_AT_ONCE = 8  # requests; network storage answers each after a round trip
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -342,33 +345,38 @@ def await_done(
     raise Interrupted("another rank failed")
 
 
-def each(names: Iterable[str], call: Callable[[str], object], *, num_threads: int) -> None:
-    """Makes a call with each name, several at a time; raises the first error once all calls have returned."""
-    left = sorted(names, reverse=True)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
+def in_threads(function: Callable[[S], T], items: Sequence[S], at_once: int = _AT_ONCE) -> list[T]:
+    """Maps items in threads. Raises the first failure in the order of the items, which is deterministic.
+
+    Args:
+        function: Called in threads.
+        items: Its arguments.
+        at_once: Most threads.
+    """
+    places, results, errors = count(), dict[int, T](), dict[int, BaseException]()
 
     def work() -> None:
-        while not errors:
-            with lock:
-                if not left:
-                    return
-                name = left.pop()
+        # All items before one that fails have begun, and end.
+        while not errors and (place := next(places)) < len(items):
             try:
-                call(name)
+                results[place] = function(items[place])
             except BaseException as error:
-                errors.append(error)
+                errors[place] = error
 
-    threads = [Task(work, "fastload-each") for _ in range(min(num_threads, len(left)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    num_threads = max(1, min(at_once, len(items)))
+    workers = Workers(num_threads, "fastload-map")
+    try:
+        # Not a future for each of perhaps thousands of items.
+        for serving in [workers.submit(work) for _ in range(num_threads)]:
+            serving.result()
+    finally:
+        workers.close(wait_s=0.0)  # a read without an answer must not delay the exit
     if errors:
         try:
-            raise errors[0]
+            raise errors[min(errors)]
         finally:
             errors.clear()  # else error → traceback → frame → error would keep all their memory alive
+    return [results[place] for place in range(len(items))]
 
 
 @contextmanager

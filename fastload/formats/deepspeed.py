@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fastload.base.memory import uncollected
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import ZERO_FILE
 from fastload.formats.parts import join_pieces
-from fastload.formats.reading import in_threads, stat_all
+from fastload.formats.reading import stat_all
 from fastload.formats.state import children, leaf_of, leaves
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.folder import joined_guards, moved

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import TypeVar
+from collections.abc import Sequence
 
-from fastload.base.threads import Workers
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
-
-_NUM_READERS = 8  # headers read at once; network storage answers each after a round trip
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 def url_of(storage: Storage, name: str) -> str:
@@ -60,39 +53,3 @@ def read_limited(storage: Storage, name: str, what: str, max_bytes: int) -> byte
             f"{url_of(storage, name)}: {what} of {nbytes} bytes is over the limit of {max_bytes}"
         )
     return read_bytes(storage, name, 0, nbytes)
-
-
-def in_threads(
-    function: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int = _NUM_READERS
-) -> list[_Result]:
-    """Maps items in threads. Raises the first failure in the order of the items, which is deterministic.
-
-    Args:
-        function: Called in threads.
-        items: Its arguments.
-        at_once: Most threads.
-    """
-    places, results, errors = count(), dict[int, _Result](), dict[int, BaseException]()
-
-    def work() -> None:
-        # All items before one that fails have begun, and end.
-        while not errors and (place := next(places)) < len(items):
-            try:
-                results[place] = function(items[place])
-            except BaseException as error:
-                errors[place] = error
-
-    num_threads = max(1, min(at_once, len(items)))
-    workers = Workers(num_threads, "fastload-header")
-    try:
-        # Not a future for each of perhaps thousands of items.
-        for serving in [workers.submit(work) for _ in range(num_threads)]:
-            serving.result()
-    finally:
-        workers.close(wait_s=0.0)  # a read without an answer must not delay the exit
-    if errors:
-        try:
-            raise errors[min(errors)]
-        finally:
-            errors.clear()  # else error → traceback → frame → error would keep all their memory alive
-    return [results[place] for place in range(len(items))]

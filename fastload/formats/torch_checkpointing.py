@@ -21,12 +21,13 @@ import torch
 import xxhash
 
 from fastload.base.memory import uncollected
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.nesting import nested
 from fastload.formats.manifest import Manifest, TensorEntry, in_order
 from fastload.formats.names import SHARDING_NAME, SUFFIX
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.state import children, refused_node
 from fastload.formats.torch_save import zip_file

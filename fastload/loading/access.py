@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from fastload.base.threads import in_threads
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
@@ -29,7 +30,7 @@ from fastload.formats.delta import (
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
-from fastload.formats.reading import in_threads, read_bytes, read_limited, url_of
+from fastload.formats.reading import read_bytes, read_limited, url_of
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.ranges import ByteRange, Space

@@ -558,10 +558,6 @@ class Keys:
         return f"{self.name}/{name}"
 
 
-NUM_REQUESTS = 8
-"""Requests at once when files are begun, published or given up."""
-
-
 class Uploads(Protocol):
     """The uploads of one save, on one rank. Raises the errors of its library.
 

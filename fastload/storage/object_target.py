@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastload.base.threads import each
+from fastload.base.threads import in_threads
 from fastload.errors import CheckpointExists, DeadlineExceeded, StorageError
 from fastload.storage.base import (
-    NUM_REQUESTS,
     Keys,
     Names,
     ObjectWriter,
@@ -396,7 +395,7 @@ class ObjectTarget:
                 self._uploads.publish(name, receipts)
                 owner.refresh()
 
-        each(self._sizes, publish_file, num_threads=NUM_REQUESTS)
+        in_threads(publish_file, sorted(self._sizes))
         self._require_files()
         for name, small in others:
             with self._errors(name, 0, len(small)):

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastload.base.memory import round_up
-from fastload.base.threads import each, within
+from fastload.base.threads import in_threads, within
 from fastload.errors import OptionError
 from fastload.options import Patience
-from fastload.storage.base import NUM_REQUESTS, Keys, Names
+from fastload.storage.base import Keys, Names
 from fastload.storage.location import Location
 from fastload.storage.obstore import ObjectStorage, s3_settings
 from fastload.storage.process import boto3_session, making_client
@@ -177,7 +177,7 @@ class Multipart:
             uploads[name] = self._bucket.ask_s3(create)["UploadId"]
 
         try:
-            each((name for name, nbytes in sizes.items() if nbytes), begin, num_threads=NUM_REQUESTS)
+            in_threads(begin, sorted(name for name, nbytes in sizes.items() if nbytes))
         except BaseException:
             with suppress(Exception):  # the first error says more
                 self.give_up(keys.name, uploads)  # no owner names them yet
@@ -230,7 +230,7 @@ class Multipart:
         def end(file: str) -> None:
             self._end(self._bucket.key(f"{name}/{file}"), uploads[file])
 
-        each(uploads, end, num_threads=NUM_REQUESTS)
+        in_threads(end, sorted(uploads))
 
     def _end(self, key: str, upload: str) -> None:
         """Aborts an upload, unless it is completed or aborted already."""

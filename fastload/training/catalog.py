@@ -12,7 +12,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fastload.base.threads import Task, each
+from fastload.base.threads import Task, in_threads
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, digest_of, parse
@@ -225,7 +225,7 @@ class Catalog:
                 step = unknown[name]
                 records[step] = self._read(storage, f"{name}/{RECORD_NAME}", stats[step])
 
-            each(unknown, read, num_threads=_READS_AT_ONCE)
+            in_threads(read, sorted(unknown), _READS_AT_ONCE)
         self._records = records
         entries = [_entry(step, folder, records.get(step)) for step, folder in folders.items()]
         return _with_bases(entries, in_root_only=self._checks_bases), folders

@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.metadata import Item
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.reading import in_threads, read_bytes, url_of
+from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, show

@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from fastload.base.memory import uncollected
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.items import ItemLayout, TensorItem, find_layouts, infer_layouts, read_items
 from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, join_metadata, parse_dcp_metadata
@@ -22,7 +23,7 @@ from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.parts import join_pieces
-from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.folder import moved
 from fastload.formats.torch_save.state import encode_pickle

@@ -8,11 +8,12 @@ from functools import partial
 
 import xxhash
 
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box

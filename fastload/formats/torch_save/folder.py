@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.manifest import Guard, Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
-from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.reading import read_bytes, stat_all, url_of
 from fastload.formats.safetensors.reader import read_index
 from fastload.formats.state import children, leaves
 from fastload.formats.torch_save import legacy_file, zip_file
