@@ -16,9 +16,9 @@ from fastload.cli.options import (
     RATE,
     TIME,
     GivenModel,
+    job_options,
     model_options,
     option_group,
-    world_options,
 )
 from fastload.cli.pictures import draw_ettr
 from fastload.errors import OptionError
@@ -91,7 +91,7 @@ _memory_options = option_group(
 
 @click.command(short_help="Recommend how often to save a training.")
 @model_options
-@world_options
+@job_options
 @click.option("--at", "rate", type=RATE, help="Bandwidth of storage for a save.")
 @click.option("--stall", type=TIME, help="Time that training waits for a save; the complete save by default.")
 @click.option("--background", type=TIME, help="Time after that until it is durable; else by size and --at.")
@@ -116,9 +116,7 @@ _memory_options = option_group(
 @csv_option
 def cadence(
     model: GivenModel,
-    gpus: int | None,
-    hosts: int | None,
-    gpus_per_host: int,
+    job: dict[str, Any],
     rate: float | None,
     stall: float | None,
     background: float | None,
@@ -138,8 +136,8 @@ def cadence(
     The time of a save follows from the checkpoint (SOURCE as for `fastload size`) and --at, or from --stall
     and --background. With --memory-copies there is an interval for the memory of hosts, and one for storage.
     """
-    world = topology(gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
-    num_hosts = world.num_hosts if gpus or hosts else None
+    world = topology(**job)
+    num_hosts = world.num_hosts if job["num_gpus"] or job["num_hosts"] else None
     _require_enough(
         has_size=model.nbytes is not None,
         has_times=rate is not None or stall is not None,

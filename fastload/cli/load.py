@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -189,12 +189,7 @@ def verify(path: str, as_json: bool) -> None:
     The ranks of a torchrun or srun job share the work. If there are bad blocks, it lists them and exits
     with 1.
     """
-    rank, _ = initialize()
-    set_rank(rank)
-    with progress(rank, shown=not as_json, what="verifying") as show:
-        report = fastload.verify(path, options=fastload.LoadOptions(progress=show))
-    if rank == 0:
-        _print_verified(report, "intact", as_json=as_json)
+    _read_all(fastload.verify, path, "verifying", "intact", as_json=as_json)
 
 
 @click.command(short_help="Compute the checksums of a checkpoint of any format.")
@@ -206,15 +201,18 @@ def seal(path: str, as_json: bool) -> None:
     The ranks of a torchrun or srun job share the work. They write fastload.seal.json next to the files, by
     which loads, verify and stage then check what they read.
     """
+    _read_all(fastload.seal, path, "sealing", "sealed", as_json=as_json)
+
+
+def _read_all(
+    read: Callable[..., fastload.VerifyReport], path: str, what: str, outcome: str, *, as_json: bool
+) -> None:
     rank, _ = initialize()
     set_rank(rank)
-    with progress(rank, shown=not as_json, what="sealing") as show:
-        report = fastload.seal(path, options=fastload.LoadOptions(progress=show))
-    if rank == 0:
-        _print_verified(report, "sealed", as_json=as_json)
-
-
-def _print_verified(report: fastload.VerifyReport, outcome: str, *, as_json: bool) -> None:
+    with progress(rank, shown=not as_json, what=what) as show:
+        report = read(path, options=fastload.LoadOptions(progress=show))
+    if rank:
+        return
     if as_json:
         print_json(report.to_dict())
         return

@@ -215,12 +215,15 @@ model_options = option_group(
 )
 
 
-def world_options(command: Command) -> Command:
-    """Adds the options for the size of the job: `gpus`, `hosts` and `gpus_per_host`."""
-    for option in (
-        click.option("--gpus-per-host", type=COUNT, default="8", show_default=True, help="GPUs of one host."),
-        click.option("--hosts", type=COUNT, help="Hosts of the job."),
-        click.option("--gpus", type=COUNT, help="GPUs of the job."),
-    ):
-        command = option(command)
-    return command
+def _job(gpus: int | None, hosts: int | None, gpus_per_host: int) -> dict[str, int | None]:
+    """Returns arguments of `topology`."""
+    return {"num_gpus": gpus, "num_hosts": hosts, "gpus_per_host": gpus_per_host}
+
+
+job_options = option_group(
+    "job",
+    _job,
+    click.option("--gpus", type=COUNT, help="GPUs of the job."),
+    click.option("--hosts", type=COUNT, help="Hosts of the job."),
+    click.option("--gpus-per-host", type=COUNT, default="8", show_default=True, help="GPUs of one host."),
+)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from fastload.cli.console import csv_option, json_option, print_csv, print_json, print_table, table_of
-from fastload.cli.options import COUNT, RATE, TIME, GivenModel, model_options, world_options
+from fastload.cli.options import COUNT, RATE, TIME, GivenModel, job_options, model_options
 from fastload.errors import OptionError
 from fastload.estimate.sizing import (
     RECIPES,
@@ -27,7 +27,7 @@ from fastload.estimate.units import count, format_bytes, format_duration, format
 @click.option("--tp", type=COUNT, default="1", show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=COUNT, default="1", show_default=True, help="Pipeline stages.")
 @click.option("--dp", type=COUNT, help="Replicas; computed from the GPUs by default.")
-@world_options
+@job_options
 @click.option("--at", "rate", type=RATE, help="Bandwidth of storage, to compute the time.")
 @click.option("--within", type=TIME, multiple=True, help="Time, to compute the bandwidth; repeatable.")
 @click.option("--every", type=TIME, help="Interval between saves, to compute their overhead.")
@@ -38,9 +38,7 @@ def size(
     tp: int,
     pp: int,
     dp: int | None,
-    gpus: int | None,
-    hosts: int | None,
-    gpus_per_host: int,
+    job: dict[str, Any],
     rate: float | None,
     within: tuple[float, ...],
     every: float | None,
@@ -51,7 +49,7 @@ def size(
 
     SOURCE is a number of parameters (70B, 1.3e12), a Hugging Face config.json, or a checkpoint.
     """
-    world = topology(tp=tp, pp=pp, dp=dp, gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
+    world = topology(tp=tp, pp=pp, dp=dp, **job)
     if model.nbytes is None:
         raise OptionError("size of what? Give a SOURCE, --size, or --layers with --hidden")
     if rate is not None and within:
