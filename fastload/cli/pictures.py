@@ -19,7 +19,6 @@ from fastload.estimate.units import format_duration
 Intervals = list[tuple[float, float]]
 """Begin and end in seconds, ascending, without overlaps."""
 
-_STAGES = ("read", "exchange", "place", "snapshot", "write", "commit")
 _WHOLE = ("load", "save")
 _INK, _MUTED, _GRID = "#1b1f24", "#59636e", "#e4e7eb"
 _DASHED = (0, (5, 3))
@@ -31,6 +30,7 @@ _STAGE_COLOURS = {
     "write": "#1d6fa5",
     "commit": "#c1121f",
 }
+_STAGES = tuple(_STAGE_COLOURS)
 _OTHER, _IDLE, _FLOOR = "#7f7f7f", "#eef0f2", "#c1121f"
 _WIDTH_PIXELS = 1500  # length of the time axis
 _MAX_ROWS = 32  # of more ranks, some are shown

@@ -31,7 +31,7 @@ from fastload.formats.parts import join_pieces
 from fastload.formats.reading import stat_all
 from fastload.formats.state import children, leaf_of, leaves
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import joined_guards, moved
+from fastload.formats.torch_save.folder import join_manifests, moved
 from fastload.formats.torch_save.unpickle import sizes_of
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import decode_value, encode_value
@@ -157,16 +157,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         raise (
             error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
         ) from None
-    guards, heads = joined_guards(parts)
-    return Manifest(
-        storage.url,
-        tuple(part.files[0] for part in parts),
-        tuple(in_order(tensors)),
-        structure={"dict": nodes},
-        format="deepspeed",
-        guards=guards,
-        heads=heads,
-    )
+    return join_manifests(storage.url, parts, in_order(tensors), {"dict": nodes}, format="deepspeed")
 
 
 def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:

@@ -31,7 +31,7 @@ from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.state import children, refused_node
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import joined_guards, moved
+from fastload.formats.torch_save.folder import join_manifests, moved
 from fastload.formats.torch_save.unpickle import PickledDict, unpickle
 from fastload.formats.torch_save.zip_file import require_few_repeated
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, is_size, parse_value, show
@@ -155,16 +155,14 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         why = f"{key!r}, which differs between the ranks: load the file of one rank, such as"
         nodes += (encode_value(key), refused_node(f"{why} {_default_name(key, 0)}"))
     require_few_repeated(tensors, sum(stat.nbytes for stat in stats.values()), where)
-    guards, heads = joined_guards([*found.values()])
-    return Manifest(
+    digest = xxhash.xxh3_128_hexdigest(text)
+    return join_manifests(
         storage.url,
-        tuple(manifest.files[0] for manifest in found.values()),
-        tuple(in_order(tensors)),
-        structure={"dict": nodes},
-        record_digest=xxhash.xxh3_128_hexdigest(text),
+        [*found.values()],
+        in_order(tensors),
+        {"dict": nodes},
+        record_digest=digest,
         format="torch_checkpointing",
-        guards=guards,
-        heads=heads,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,22 +65,36 @@ def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) ->
         if key not in entries or parts[entries[key][0]].files[0].name != name:
             raise ManifestError(f"{url}: {show(key)} is not in {show(name)}, whatever the index says")
     structure = {"dict": [each for key, (_, node) in entries.items() for each in (key, node)]}
-    tensors = list(_tensors(url, parts, entries))
-    files = tuple(part.files[0] for part in parts)
-    guards, heads = joined_guards(parts)
-    return replace(
-        parts[0], files=files, tensors=tuple(tensors), structure=structure, guards=guards, heads=heads
-    )
+    return join_manifests(url, parts, _tensors(url, parts, entries), structure, format="torch")
 
 
-def joined_guards(parts: Sequence[Manifest]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
-    """Returns the guards and heads of several files, each with a manifest of its own."""
+def join_manifests(
+    url: str, parts: Sequence[Manifest], tensors: Iterable[TensorEntry], structure: Any, **about: Any
+) -> Manifest:
+    """Returns the manifest of several files, each with a manifest of its own.
+
+    Args:
+        url: The checkpoint.
+        parts: The manifests of the files.
+        tensors: The tensors, in the order of their bytes.
+        structure: Structure of the state.
+        about: Other attributes of the manifest.
+    """
     guards: list[Guard] = []
     heads: list[bytes] = []
     for number, part in enumerate(parts):
         guards += (Guard(number, guard.offset, len(heads) + guard.head) for guard in part.guards)
         heads += part.heads
-    return tuple(guards), tuple(heads)
+    files = tuple(part.files[0] for part in parts)
+    return Manifest(
+        url,
+        files,
+        tuple(tensors),
+        structure=structure,
+        guards=tuple(guards),
+        heads=tuple(heads),
+        **about,
+    )
 
 
 def _tensors(
