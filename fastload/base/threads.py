@@ -363,14 +363,15 @@ def in_threads(function: Callable[[S], T], items: Sequence[S], at_once: int = _A
             except BaseException as error:
                 errors[place] = error
 
-    num_threads = max(1, min(at_once, len(items)))
-    workers = Workers(num_threads, "fastload-map")
-    try:
-        # Not a future for each of perhaps thousands of items.
-        for serving in [workers.submit(work) for _ in range(num_threads)]:
-            serving.result()
-    finally:
-        workers.close(wait_s=0.0)  # a read without an answer must not delay the exit
+    threads = [Task(work, "fastload-map") for _ in range(min(at_once, len(items)))]
+    for number, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError:  # fewer do as well
+            if not number:
+                raise
+    for thread in threads:
+        thread.join()
     if errors:
         try:
             raise errors[min(errors)]
