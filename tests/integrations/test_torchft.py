@@ -59,14 +59,95 @@ transport_test.run_multi_recovery_test(TestCase(), make, device=cpu)
 
 
 def test_their_own_test_of_transports(tmp_path: Path) -> None:
-    """In a process of its own, which has no process group yet."""
+    run(THEIR_TEST, tmp_path)
+
+
+def run(program: str, tmp_path: Path) -> None:
+    """Runs a program in a process of its own, which has no process group yet."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", THEIR_TEST, str(tmp_path)],
+        [sys.executable, "-c", program, str(tmp_path)],
         cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+
+
+# One of two replica groups dies, and comes back with other weights.
+TRAINING = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore
+from torchft import Manager, ProcessGroupGloo
+from torchft._torchft import LighthouseServer
+
+from fastload.integrations.torchft import ReplicaTransport
+
+STEPS, DIES_AT = 6, 2
+SECONDS = timedelta(seconds=40)
+healed, ended = [], {}
+
+
+class Noting(ReplicaTransport):
+    def recv_checkpoint(self, src_rank, metadata, step, timeout):
+        state = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        healed.append((step, state["user"]["default"]["weight"].data_ptr()))
+        return state
+
+
+def train(replica, lighthouse, *, seed, until):
+    weight = torch.full((300, 5), float(seed))
+    state = {"weight": weight, "step": 0}
+
+    def load_state_dict(got):
+        weight.copy_(got["weight"])
+        state["step"] = got["step"]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = ProcessGroupGloo(timeout=SECONDS)
+    transport = Noting(
+        lambda: {"user": {"default": dict(state)}, "torchft": manager.state_dict()},
+        folder=sys.argv[1], host="127.0.0.1",
+    )
+    manager = Manager(
+        pg=group, load_state_dict=load_state_dict, state_dict=lambda: dict(state), min_replica_size=1,
+        rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=lighthouse,
+        replica_id=f"replica_{replica}", hostname="127.0.0.1", timeout=SECONDS, quorum_timeout=SECONDS,
+        connect_timeout=SECONDS, checkpoint_transport=transport, use_async_quorum=False,
+    )
+    try:
+        while manager.current_step() < until:
+            manager.start_quorum()
+            gradient = torch.ones(300, 5)
+            manager.allreduce(gradient).wait()
+            if manager.should_commit():
+                weight.add_(gradient)
+                state["step"] += 1
+        return weight, state["step"], weight.data_ptr()
+    finally:
+        manager.shutdown(wait=False)
+        group.shutdown()
+
+
+lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
+with ThreadPoolExecutor(2) as pool:
+    first = pool.submit(train, 0, lighthouse.address(), seed=0, until=STEPS)
+    pool.submit(train, 1, lighthouse.address(), seed=1, until=DIES_AT).result(80)
+    second = pool.submit(train, 1, lighthouse.address(), seed=7, until=STEPS)
+    (one, step, _), (other, other_step, place) = first.result(80), second.result(80)
+lighthouse.shutdown()
+assert step == other_step == STEPS
+assert torch.equal(one, other) and one.unique().numel() == 1
+assert any(at >= DIES_AT and where == place for at, where in healed), healed
+"""
+
+
+def test_a_manager_heals_a_replica_in_place(tmp_path: Path) -> None:
+    """With the real lighthouse, managers and process groups of torchft."""
+    run(TRAINING, tmp_path)
 
 
 def state_of(mesh: Any, seed: int) -> dict[str, Any]:
