@@ -409,7 +409,7 @@ def save_stream(
     Args:
         tensors: Name and tensor, on any device. Each is taken once, before the next one, and not kept. The
             iterator may communicate, but not through fastload. A tensor that several ranks have is saved
-            once.
+            once. A DTensor comes on all ranks of its mesh, and each keeps its shard.
         path: As for `save`.
         spool: A directory on a local disk with space for the tensors of this rank, and not in memory
             (``/dev/shm``); it may differ between ranks.

@@ -12,28 +12,31 @@ from fastload.base.memory import byte_view, host_view
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
-from fastload.geometry.dtensors import is_dtensor
+from fastload.geometry.dtensors import is_dtensor, local_of
 from fastload.storage.single_file import Spool
 
 _PIECE_BYTES = 32 << 20
+_LOCAL = "_local_tensor"  # of a DTensor, as torch's protocol of tensor subclasses names it
 
 
 class _Place(NamedTuple):
-    """A tensor in the file.
+    """A tensor in the file; of a DTensor, its local tensor.
 
     Attributes:
         begin: Offset of its first byte.
         dtype: Its dtype.
         shape: Its shape.
-        kind: Its class.
+        is_parameter: Whether it is an `nn.Parameter`.
         requires_grad: Whether it requires gradients.
+        wrap: Makes the DTensor of the local tensor; None for others.
     """
 
     begin: int
     dtype: torch.dtype
     shape: torch.Size
-    kind: type
+    is_parameter: bool
     requires_grad: bool
+    wrap: Callable[[Tensor], Tensor] | None
 
 
 def take_tensors(
@@ -59,11 +62,17 @@ def take_tensors(
         spool = Spool(folder())
         try:
             for name, tensor in tensors:
-                _require_whole(name, tensor, places, world.rank)
+                _require_new(name, tensor, places, world.rank)
+                local = local_of(tensor)
                 places[name] = _Place(
-                    spool.end, tensor.dtype, tensor.shape, type(tensor), tensor.requires_grad
+                    spool.end,
+                    local.dtype,
+                    local.shape,
+                    isinstance(tensor, torch.nn.Parameter),
+                    tensor.requires_grad,
+                    _wrapper(tensor) if is_dtensor(tensor) else None,
                 )
-                _append(world, spool, tensor)
+                _append(world, spool, local)
             data = spool.map()
         finally:
             spool.close()
@@ -73,17 +82,23 @@ def take_tensors(
     return found[0]
 
 
-def _require_whole(name: Any, tensor: Any, places: Container[str], rank: int) -> None:
+def _require_new(name: Any, tensor: Any, places: Container[str], rank: int) -> None:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise OptionError(f"({name!r}, {type(tensor).__name__}): must be a name and a tensor")
     if name in places:
         raise OptionError(f"{name!r} comes twice")
-    if is_dtensor(tensor):
-        raise OptionError(
-            f"{name!r} is a DTensor: give its full_tensor() on one rank, or save a state of DTensors with "
-            "fastload.save"
-        )
     encode_state({name: tensor}, rank)  # raises for what cannot be saved
+
+
+def _wrapper(tensor: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a function that makes DTensors like this one, whose memory it does not keep.
+
+    `DTensor.from_local` would move the local tensor to the devices of the mesh.
+    """
+    inner, context = tensor.__tensor_flatten__()
+    kept = {name: getattr(tensor, name) for name in inner if name != _LOCAL}
+    unflatten, shape, stride = type(tensor).__tensor_unflatten__, tensor.shape, tensor.stride()
+    return lambda local: unflatten({**kept, _LOCAL: local}, context, shape, stride)
 
 
 def _append(world: World, spool: Spool, tensor: Tensor) -> None:
@@ -103,6 +118,8 @@ def _view(data: memoryview, place: _Place) -> Tensor:
     if nbytes:
         flat = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=place.begin)
     tensor = flat.view(place.dtype).view(place.shape)
-    if place.kind is torch.nn.Parameter:
+    if place.wrap is not None:
+        tensor = place.wrap(tensor)
+    if place.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=place.requires_grad)
     return tensor.requires_grad_(place.requires_grad)
