@@ -84,7 +84,7 @@ def serve(path: str) -> None:
             if listener in ready:
                 connection, _ = listener.accept()
                 with contextlib.suppress(EOFError):
-                    programs[connection] = _fork(connection)
+                    programs[connection] = _fork(connection, [selector, listener, *programs])
                     selector.register(connection, selectors.EVENT_READ)
             for connection in set(ready) & programs.keys():
                 _kill(programs[connection])
@@ -95,7 +95,7 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _fork(connection: socket.socket) -> int:
+def _fork(connection: socket.socket, others: list[Any]) -> int:
     header, descriptors, _, _ = socket.recv_fds(connection, 8, 6)
     with connection.makefile("rb") as reader:
         request = marshal.loads(reader.read(int.from_bytes(header, "little")) or marshal.dumps(None))
@@ -104,6 +104,8 @@ def _fork(connection: socket.socket) -> int:
     assert len(os.listdir("/proc/self/task")) == 1, "the server has a second thread: forks are not safe"
     pid = os.fork()
     if not pid:
+        for each in (connection, *others):  # the objects: at their end they would close what has their numbers
+            each.close()
         _be_program(request, descriptors)
     os.setpgid(pid, pid)
     for descriptor in descriptors:
