@@ -104,7 +104,7 @@ def _fork(connection: socket.socket, others: list[Any]) -> int:
     assert len(os.listdir("/proc/self/task")) == 1, "the server has a second thread: forks are not safe"
     pid = os.fork()
     if not pid:
-        for each in (connection, *others):  # the objects: at their end they would close what has their numbers
+        for each in (connection, *others):  # the objects: their end would close what has their numbers
             each.close()
         _be_program(request, descriptors)
     os.setpgid(pid, pid)
