@@ -301,15 +301,16 @@ def seal(
 ) -> VerifyReport:
     """Computes the checksums of a checkpoint that another program saved; the ranks of a group share the work.
 
-    They are written to ``fastload.seal.json`` next to its files, and replace those of an earlier call. From
-    then on, loads verify what they read, `verify` checks every byte, and `stage` compares the copies. The
-    files themselves stay as they are. If hosts have their own disks, the copies of all hosts are compared,
-    and each gets the file.
+    They are written to ``fastload.seal.json`` next to its files, those of a single file ``NAME`` to
+    ``NAME.fastload.seal.json``, and replace those of an earlier call. From then on, loads verify what they
+    read, `verify` checks every byte, and `stage` compares the copies. The files themselves stay as they are.
+    If hosts have their own disks, the copies of all hosts are compared, and each gets the checksums.
 
     Files in a cache of the Hugging Face hub that have an SHA-256 there are compared with it first.
 
     Args:
-        path: A directory of any format that `load` reads; a local path or a URL that can be written to.
+        path: A directory or file of any format that `load` reads; a local path or a URL that can be written
+            to.
         process_group: As for `load`.
         storage_options: As for `load`.
         options: As for `load`.

@@ -196,10 +196,10 @@ def verify(path: str, as_json: bool) -> None:
 @click.argument("path")
 @json_option
 def seal(path: str, as_json: bool) -> None:
-    """Compute the checksums of the checkpoint at PATH, a directory that any program wrote.
+    """Compute the checksums of the checkpoint at PATH, which any program wrote.
 
-    The ranks of a torchrun or srun job share the work. They write fastload.seal.json next to the files, by
-    which loads, verify and stage then check what they read.
+    The ranks of a torchrun or srun job share the work. They write fastload.seal.json next to the files, or
+    NAME.fastload.seal.json next to a single file, by which loads, verify and stage then check what they read.
     """
     _read_all(fastload.seal, path, "sealing", "sealed", as_json=as_json)
 

@@ -179,8 +179,10 @@ class Manifest:
     def describe_damage(self, block: Block, tensor: str, found: bytes) -> str:
         """Describes one of `blocks` whose checksum is not the recorded one, for users."""
         number, expected = self.recorded(block)
+        name = self.files[block.file].name
+        url = f"{self.url.rstrip('/')}/{name}" if name else self.url
         return (
-            f"{self.url.rstrip('/')}/{self.files[block.file].name}: block {number} "
+            f"{url}: block {number} "
             f"[bytes {block.offset}-{block.offset + block.nbytes}] of tensor {tensor[:200]!r}: checksum "
             f"{expected.hex()} expected, {found.hex()} found"
         )

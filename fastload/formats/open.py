@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -38,7 +39,7 @@ from fastload.formats.names import (
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import is_recorded
 from fastload.formats.safetensors import reader as safetensors
-from fastload.formats.seal import digest_of, read_seal
+from fastload.formats.seal import SealableFile, digest_of, read_seal
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
@@ -106,20 +107,25 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
             if fits(names):
                 manifest = _module(module).read_folder(storage, names, exact=exact)
                 if sealed and SEAL_NAME in names and not manifest.block_bytes:
-                    manifest = _with_checksums(storage, manifest, module, names)
+                    read_exactly = partial(_module(module).read_folder, storage, names, exact=True)
+                    manifest = _with_checksums(storage, manifest, read_exactly)
                 return manifest  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
     file_format = _file_format(storage, "", stat.nbytes)
-    return file_format.read_file(storage, "", stat, exact=exact)  # type: ignore[no-any-return]
+    manifest = file_format.read_file(storage, "", stat, exact=exact)
+    if sealed and isinstance(storage, SealableFile) and storage.stat(SEAL_NAME) is not None:
+        read_exactly = partial(file_format.read_file, storage, "", stat, exact=True)
+        manifest = _with_checksums(storage, manifest, read_exactly)
+    return manifest  # type: ignore[no-any-return]
 
 
-def _with_checksums(storage: Storage, manifest: Manifest, module: str, names: Sequence[str]) -> Manifest:
+def _with_checksums(storage: Storage, manifest: Manifest, read_exactly: Callable[[], Manifest]) -> Manifest:
     seal = read_seal(storage)
     if manifest.guards and seal.digest != digest_of(manifest):
-        manifest = _module(module).read_folder(storage, names, exact=True)
+        manifest = read_exactly()
     return seal.applied_to(manifest)
 
 

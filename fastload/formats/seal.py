@@ -1,5 +1,7 @@
 """The seal of a checkpoint that another program wrote: its checksums, in ``fastload.seal.json`` next to it.
 
+That of a single file has the name of the file before it: ``last.pt.fastload.seal.json``.
+
 A seal has an xxh3-64 for each *block*. The blocks of an extent (a tensor, or a piece of one) are
 `block_bytes` long and begin at its first byte; the blocks of a file are in the order of their offsets. What
 is read when a checkpoint is opened (headers, pickles, metadata), and the place of each extent, have one
@@ -8,16 +10,17 @@ digest in the seal.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import xxhash
 
-from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
+from fastload.errors import ChecksumError, ManifestError, StorageError, UnsupportedVersion
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import SEAL_NAME
-from fastload.formats.reading import read_limited, url_of
+from fastload.formats.reading import read_limited
 from fastload.formats.record import (
     CHECKSUM_BYTES,
     MAX_RECORD_BYTES,
@@ -28,7 +31,10 @@ from fastload.formats.record import (
 )
 from fastload.formats.untrusted import is_size, parse_json, show
 from fastload.geometry.blocks import num_blocks
-from fastload.storage.base import Storage
+from fastload.options import Patience
+from fastload.storage.base import FileStat, Storage
+from fastload.storage.location import OBJECT_STORES, Location
+from fastload.storage.retry import PatientStorage
 
 _FORMAT, _VERSION = "fastload-seal", 1
 _KEYS = {"block_bytes", "checksums", "digest", "format", "version"}
@@ -68,22 +74,94 @@ class Seal:
         """
         if self.digest != digest_of(manifest):
             raise ChecksumError(
-                f"{manifest.url}: its files, headers or metadata are not those that {SEAL_NAME} has the "
-                "checksums of: they are damaged, or were changed after `fastload seal`. If the change was "
-                "intended, seal it again, or remove that file"
+                f"{manifest.url}: its files, headers or metadata are not those that "
+                f"{url_of_seal(manifest)} has the checksums of: they are damaged, or were changed after "
+                "`fastload seal`. If the change was intended, seal it again, or remove that file"
             )
         wanted = blocks_of_files(manifest, self.block_bytes)
         if [len(each) for each in self.checksums] != [CHECKSUM_BYTES * count for count in wanted]:
             found = [len(each) // CHECKSUM_BYTES for each in self.checksums]
-            raise ManifestError(
-                f"{manifest.url}/{SEAL_NAME}: {show(found)} checksums for {show(wanted)} blocks"
-            )
+            raise ManifestError(f"{url_of_seal(manifest)}: {show(found)} checksums for {show(wanted)} blocks")
         files = zip(manifest.files, self.checksums, strict=True)
         return replace(
             manifest,
             files=tuple(replace(file, checksums=own) for file, own in files),
             block_bytes=self.block_bytes,
         )
+
+
+class SealableFile(PatientStorage):
+    """A storage whose root may be a single file, with its seal as the file `SEAL_NAME` below the root.
+
+    Args:
+        storage: The storage.
+        patience: As for `PatientStorage`.
+        open_seal: Opens the file with the seal, which may be missing.
+    """
+
+    def __init__(self, storage: Storage, patience: Patience, open_seal: Callable[[], PatientStorage]) -> None:
+        super().__init__(storage, patience)
+        self._open_seal = open_seal
+        self._seal: PatientStorage | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        return super().bytes_read + (0 if self._seal is None else self._seal.bytes_read)
+
+    def stat(self, name: str) -> FileStat | None:
+        if name != SEAL_NAME or self.list() is not None:
+            return super().stat(name)
+        try:
+            return self._opened().stat("")
+        except StorageError as error:
+            if error.transient or self.probes:
+                raise
+            return None  # object stores deny access to what does not exist, to those who may not list it
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
+        if name != SEAL_NAME or self.list() is not None:
+            super().read_into(name, offset, buffers, version, via_cache)
+        else:
+            self._opened().read_into("", offset, buffers, version, via_cache)
+
+    def label(self, name: str) -> str:
+        is_own = name == SEAL_NAME and self.list() is None
+        return f"{self.url}.{name}" if is_own else super().label(name)
+
+    def close(self) -> None:
+        super().close()
+        if self._seal is not None:
+            self._seal.close()
+
+    def _opened(self) -> PatientStorage:
+        if self._seal is None:
+            self._seal = self._open_seal()
+        return self._seal
+
+
+def location_of_seal(location: Location) -> Location | None:
+    """Returns the location of the seal of a single file; None if it cannot have one (``https://``)."""
+    name = location.address.rstrip("/").rpartition("/")[2]
+    if not name or (location.scheme and location.scheme not in OBJECT_STORES):
+        return None
+    return location.sibling(f"{name}.{SEAL_NAME}")
+
+
+def is_single_file(manifest: Manifest) -> bool:
+    """Whether a checkpoint is a file, and no directory."""
+    return [file.name for file in manifest.files] == [""]
+
+
+def url_of_seal(manifest: Manifest) -> str:
+    """Returns the URL of the seal of a checkpoint."""
+    return f"{manifest.url}{'.' if is_single_file(manifest) else '/'}{SEAL_NAME}"
 
 
 def blocks_of_files(manifest: Manifest, block_bytes: int) -> list[int]:
@@ -122,14 +200,14 @@ def require_disjoint(manifest: Manifest) -> None:
 
 
 def read_seal(storage: Storage) -> Seal:
-    """Reads the seal of a directory.
+    """Reads the seal of a directory, or of a `SealableFile`.
 
     Raises:
         UnsupportedVersion: This fastload does not know its version.
         ManifestError: It is malformed.
         ChecksumError: It is damaged.
     """
-    where = url_of(storage, SEAL_NAME)
+    where = storage.label(SEAL_NAME)
     raw = parse_json(read_limited(storage, SEAL_NAME, "seal", MAX_RECORD_BYTES), f"{where}: seal")
     if "checksum" not in raw:
         raise ManifestError(f"{where}: it has no checksum of its own, but only {show(sorted(raw))}")

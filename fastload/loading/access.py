@@ -32,11 +32,12 @@ from fastload.formats.names import NAMES, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
 from fastload.formats.reading import read_bytes, read_limited, url_of
 from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.seal import SealableFile, location_of_seal
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.quantized import CONFIG_NAME, dequantized
 from fastload.options import LoadOptions, Patience, StageOptions
-from fastload.storage import Location, PatientStorage, Storage, open_patiently
+from fastload.storage import Location, PatientStorage, Storage, open_patiently, open_storage
 
 if TYPE_CHECKING:
     from fastload.transfer.read import HeldBytes
@@ -136,7 +137,11 @@ def open_access(
     same = {**call, **options.shared_values()}
 
     def connect(location: Location) -> PatientStorage:
-        return open_patiently(location, NAMES, storage_options, io=options.io, patience=patience)
+        if (seal := location_of_seal(location)) is None:
+            return open_patiently(location, NAMES, storage_options, io=options.io, patience=patience)
+        storage = open_storage(location, NAMES, storage_options, io=options.io, patience=patience)
+        open_seal = partial(open_patiently, seal, NAMES, storage_options, io=options.io, patience=patience)
+        return SealableFile(storage, patience, open_seal)
 
     def open_at(location: Location) -> Access:
         return agree_on_access(world, location.url, partial(connect, location), same, read)

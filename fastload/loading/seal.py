@@ -15,7 +15,16 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES, RECORD_NAME, SEAL_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.formats.seal import Seal, blocks_of_files, digest_of, require_disjoint
+from fastload.formats.seal import (
+    Seal,
+    SealableFile,
+    blocks_of_files,
+    digest_of,
+    is_single_file,
+    location_of_seal,
+    require_disjoint,
+    url_of_seal,
+)
 from fastload.geometry.blocks import good_block_bytes
 from fastload.loading.access import open_access
 from fastload.loading.load import Session
@@ -23,7 +32,7 @@ from fastload.loading.sha256 import compare_sha_256
 from fastload.loading.verify import CompleteRead, team_of
 from fastload.options import LoadOptions, Patience
 from fastload.report import VerifyReport
-from fastload.storage import Location, Storage, put_next_to
+from fastload.storage import Location, Storage, locate, put_next_to
 from fastload.transfer.read import ChecksumCollector
 
 
@@ -52,23 +61,33 @@ def seal(
             def write() -> None:
                 if world.rank in texts:
                     patience = Patience(options.retries, world.patience_s)
-                    put_next_to(
-                        location, NAMES, SEAL_NAME, texts[world.rank], storage_options, patience=patience
-                    )
+                    place, name = location, SEAL_NAME
+                    if is_single_file(access.manifest):
+                        place, name = _next_to(location)
+                    put_next_to(place, NAMES, name, texts[world.rank], storage_options, patience=patience)
 
-            world.agree(f"writing {location}/{SEAL_NAME}", write)
+            world.agree(f"writing {url_of_seal(access.manifest)}", write)
             world.acknowledge()
             return reading.report(found)
     finally:
         session.close()
 
 
+def _next_to(file: Location) -> tuple[Location, str]:
+    """Returns the directory of a single file, and the name of its seal."""
+    seal = location_of_seal(file)
+    assert seal is not None, "as `_read_unsealed` has found"
+    folder, _, name = seal.address.rpartition("/")
+    return locate(folder or "/"), name
+
+
 def _read_unsealed(storage: Storage) -> Manifest:
     """Reads the manifest of a checkpoint to seal, with the length of its blocks."""
-    if storage.list() is None and storage.stat("") is not None:
+    if not isinstance(storage, SealableFile) and storage.list() is None and storage.stat("") is not None:
         raise CheckpointError(
-            f"{storage.url}: cannot be sealed: it is a single file: put it into a directory of its own (a "
-            "file of torch.save as pytorch_model.bin), and seal that"
+            f"{storage.url}: cannot be sealed: it is a single file, and neither on a file system nor in an "
+            "object store: put it into a directory of its own (a file of torch.save as pytorch_model.bin), "
+            "and seal that"
         )
     manifest = read_manifest(storage, exact=True, sealed=False)
     if manifest.block_bytes:

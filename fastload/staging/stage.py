@@ -22,9 +22,10 @@ from fastload.comm.failures import require_same
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest
-from fastload.formats.names import SAVING_NAME, STAGED_NAME
+from fastload.formats.names import NAMES, SAVING_NAME, SEAL_NAME, STAGED_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.reading import stat_all
+from fastload.formats.seal import SealableFile, is_single_file
 from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
@@ -34,7 +35,7 @@ from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.staging.stock import Stock, receipt_of, take_stock
 from fastload.staging.write_files import BlockCheck, FileWriter
-from fastload.storage import PatientStorage
+from fastload.storage import PatientStorage, open_patiently
 from fastload.storage.base import new_token
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
@@ -144,7 +145,7 @@ class Stage:
         storage = self._access.storage
 
         def look() -> bytes:
-            others = list_others(storage, manifest)
+            others = list_others(storage, self._access.manifest)
             weak = others if manifest.format == "fastload" else [*manifest.files, *others]
             # Files without versions cannot be recognized by the next attempt.
             nonce = new_token() if any(not file.version for file in weak) else ""
@@ -294,7 +295,10 @@ class Stage:
         probing = probing and self._access.storage.probes
         if probing and (change := changed(self._access, at_source(self._access.manifest, inventory.files))):
             raise StorageError(f"{change}: it changed while it was read", url=self._access.storage.url)
-        staged = LocalStorage(copied_to(self._access.manifest, copy.data_path))
+        path = copied_to(self._access.manifest, copy.data_path)
+        patience = Patience(self._options.retries, self._world.patience_s / 2)
+        open_seal = partial(open_patiently, f"{path}.{SEAL_NAME}", NAMES, patience=patience)
+        staged = SealableFile(LocalStorage(path), patience, open_seal)
         try:
             found = read_manifest(staged)
         finally:
@@ -408,7 +412,7 @@ def as_folder(manifest: Manifest) -> Manifest:
     names = [file.name for file in manifest.files]
     if nested := [name for name in names if "/" in name]:
         raise OptionError(f"{manifest.url} has files in directories, which are not staged: {show(nested)}")
-    if not _is_file(manifest):
+    if not is_single_file(manifest):
         return manifest
     name = _last_name(manifest.url)
     if not is_plain_path(name) or name in _NO_PART:
@@ -419,17 +423,23 @@ def as_folder(manifest: Manifest) -> Manifest:
 
 
 def at_source(manifest: Manifest, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-    """Returns the files of a copy by their names at the source; a single file has none there."""
-    return manifest.files if _is_file(manifest) else files
+    """Returns the files of a copy by their names at the source.
+
+    A single file has none there, and its seal that of any seal; see `SealableFile`.
+    """
+    if not is_single_file(manifest):
+        return files
+    seal = _name_of_seal(manifest)
+    return tuple(replace(file, name=SEAL_NAME if file.name == seal else "") for file in files)
 
 
 def copied_to(manifest: Manifest, folder: str) -> str:
     """Returns the path to load a copy from."""
-    return posixpath.join(folder, _last_name(manifest.url)) if _is_file(manifest) else folder
+    return posixpath.join(folder, _last_name(manifest.url)) if is_single_file(manifest) else folder
 
 
-def _is_file(manifest: Manifest) -> bool:
-    return [file.name for file in manifest.files] == [""]
+def _name_of_seal(manifest: Manifest) -> str:
+    return f"{_last_name(manifest.url)}.{SEAL_NAME}"
 
 
 def _last_name(url: str) -> str:
@@ -438,8 +448,12 @@ def _last_name(url: str) -> str:
 
 
 def list_others(storage: PatientStorage, manifest: Manifest) -> list[FileEntry]:
-    """Returns the files directly below the root that the manifest does not name."""
+    """Returns the files below the root that the manifest does not name, or the seal of a single file."""
     named = {file.name for file in manifest.files}
+    if is_single_file(manifest):
+        about = storage.stat(SEAL_NAME) if manifest.block_bytes else None
+        name = _name_of_seal(manifest)
+        return [] if about is None else [FileEntry(name, about.nbytes, about.version, "")]
     names = sorted(set(storage.list() or ()) - named - _NO_PART)
     if bad := [name for name in names if not is_plain_path(name) or "/" in name]:
         raise ManifestError(f"{storage.url}: not plain file names: {show(bad)}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import fastload
 from fastload.errors import (
@@ -109,6 +112,64 @@ def test_all_that_reads_verifies(rank: int, world: int, tmp_path: Path) -> None:
         torch.distributed.barrier()
 
 
+def write_file(path: Path, scale: float = 1) -> None:
+    state = {name: (scale * tensor).contiguous() for name, tensor in tensors().items()}
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+
+
+@ranks(1, 3)
+def test_a_single_file_has_its_seal_next_to_it(rank: int, world: int, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "last.pt"):
+        path, copy = tmp_path / name, tmp_path / f"copy of {name}"
+        seal_path = tmp_path / f"{name}.{SEAL_NAME}"
+        if rank == 0:
+            write_file(path)
+        torch.distributed.barrier()
+        before = fastload.load(path, options=OPTIONS)
+        with pytest.raises(IncompleteCheckpoint, match="fastload seal"):
+            fastload.verify(path, options=OPTIONS)
+        first = fastload.stage(path, copy)
+        report = fastload.seal(path, options=OPTIONS)
+        assert report.bytes_verified == report.nbytes == sum(one.bytes_read for one in report.ranks)
+        assert seal_path.is_file()
+        after, loaded = load(path)
+        assert loaded.bytes_verified >= report.nbytes
+        assert_same_bits(after, before)
+        assert fastload.verify(path, options=OPTIONS).bytes_verified == report.nbytes
+        staged = fastload.stage(path, copy, options=fastload.StageOptions(overwrite=True))
+        assert first.path == staged.path == str(copy / name)
+        assert (copy / seal_path.name).read_bytes() == seal_path.read_bytes()
+        assert fastload.verify(staged.path, options=OPTIONS).bytes_verified == report.nbytes
+        torch.distributed.barrier()
+
+        if rank == 0:
+            flip(path, path.stat().st_size // 2)
+        torch.distributed.barrier()
+        for call in (fastload.load, fastload.verify):
+            with pytest.raises(ChecksumError, match=rf"{name}: block \d+ .* of tensor 'wide'"):
+                call(path, options=OPTIONS)
+        with pytest.raises(ChecksumError, match=name):
+            fastload.stage(path, tmp_path / f"spoiled {name}")
+        torch.distributed.barrier()
+        if rank == 0:
+            write_file(path, scale=2)
+            path.write_bytes(path.read_bytes().replace(b"turned", b"burned"))
+        torch.distributed.barrier()
+        with pytest.raises(ChecksumError, match=rf"{re.escape(str(seal_path))} .*seal it again, or remove"):
+            fastload.load(path, options=OPTIONS)
+        fastload.seal(path, options=OPTIONS)
+        fastload.verify(path, options=OPTIONS)
+        torch.distributed.barrier()
+        if rank == 0:
+            seal_path.write_bytes(b"{}")
+        torch.distributed.barrier()
+        with pytest.raises(
+            ManifestError, match=rf"{re.escape(str(seal_path))}: it has no checksum of its own"
+        ):
+            fastload.load(path, options=OPTIONS)
+        torch.distributed.barrier()
+
+
 def change_a_header(folder: Path) -> None:
     text = (folder / "y.safetensors").read_bytes()
     (folder / "y.safetensors").write_bytes(text.replace(b'"d"', b'"e"'))
@@ -180,10 +241,14 @@ def test_what_cannot_be_sealed(tmp_path: Path) -> None:
     fastload.save({"a": base}, tmp_path / "own")
     with pytest.raises(CheckpointError, match=r"has checksums already.*fastload verify"):
         fastload.seal(tmp_path / "own")
+    memory = fsspec.filesystem("memory")
+    torch.save({"a": base}, tmp_path / "last.pt")
+    memory.pipe("/sealing/last.pt", (tmp_path / "last.pt").read_bytes())
     with pytest.raises(
-        CheckpointError, match=r"single file: put it into a directory of its own .*, and seal"
+        CheckpointError, match=r"single file, and .* put it into a directory of its own .*, and seal"
     ):
-        fastload.seal(tmp_path / "views" / "pytorch_model.bin")
+        fastload.seal("memory://sealing/last.pt")
+    memory.rm("/sealing", recursive=True)
     with pytest.raises(OptionError, match="can only be read"):
         fastload.seal("https://example.invalid/checkpoint")
 
