@@ -18,7 +18,6 @@ from torch import Tensor
 
 import fastload
 from fastload.base.memory import host_view
-from fastload.geometry.ranges import ByteRange
 from fastload.transfer.plan import plan_transfer
 
 State = dict[str, Tensor]
@@ -73,10 +72,9 @@ def own_share_then_ring(files: AbstractFileSystem, root: str, url: str) -> State
     view = host_view(flat)
     rank, size = dist.get_rank(), dist.get_world_size()
     bounds = [manifest.nbytes * place // size for place in range(size + 1)]
-    for position, span in _spans(manifest, bounds[rank], bounds[rank + 1]):
-        path = f"{root}/{manifest.files[span.file].name}"
-        data = files.cat_file(path, span.offset, span.offset + span.nbytes)
-        view[position : position + span.nbytes] = data
+    for position, file, offset, nbytes in _reads(manifest, bounds[rank], bounds[rank + 1]):
+        data = files.cat_file(f"{root}/{manifest.files[file].name}", offset, offset + nbytes)
+        view[position : position + nbytes] = data
     _ring_all_gather([flat[begin:end] for begin, end in itertools.pairwise(bounds)])
     state, position = {}, 0
     for entry in manifest.tensors:
@@ -112,14 +110,14 @@ def _ring_all_gather(shares: list[Tensor]) -> None:
         sent.wait()
 
 
-def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, ByteRange]]:
-    """Cuts a range of all bytes into reads: (offset in all bytes, read)."""
+def _reads(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cuts a range of all bytes into reads: (offset in all bytes, file, offset, bytes)."""
     plan = plan_transfer(manifest.tensors, (0,), (0,), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES)
     position = 0
     for extent in plan.ranges:
         start, stop = max(begin, position), min(end, position + extent.nbytes)
         for at in range(start, stop, _READ_BYTES):
-            yield at, ByteRange(extent.file, extent.offset + at - position, min(_READ_BYTES, stop - at), at)
+            yield at, extent.file, extent.offset + at - position, min(_READ_BYTES, stop - at)
         position += extent.nbytes
 
 
