@@ -93,8 +93,8 @@ def load(
 
     Returns:
         The state as `save` (with this rank's value of each `PerRank`), ``torch.save`` or ``dcp.save`` was
-        given it; a dict of tensors by name for other safetensors files, which have no structure, and for all
-        formats with `names` or `into`.
+        given it; a dict of tensors by name, in the order of the checkpoint, for other safetensors files,
+        which have no structure, and for all formats with `names` or `into`.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.

@@ -30,9 +30,10 @@ from fastload.formats.encoder import StateEncoding, encode_state
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
 from fastload.loading.access import Access
-from fastload.loading.load import Job, LoadStart, MatchedRequest, Session, open_job, open_on_all
-from fastload.loading.load import prepare as prepare_load
 from fastload.loading.match import LoadRequest, Match
+from fastload.loading.prepare import Job, LoadStart, MatchedRequest, open_job, open_on_all
+from fastload.loading.prepare import prepare as prepare_load
+from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
 from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.report import LoadReport

@@ -14,8 +14,9 @@ from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access
-from fastload.loading.load import Session
 from fastload.loading.match import BoxRequest, LoadRequest
+from fastload.loading.patch import load
+from fastload.loading.session import Session
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, VerifyReport
 
@@ -124,7 +125,7 @@ class Checkpoint:
         skip_per_rank = self._session.opened.options.per_rank_mismatch == "skip"
         with self._session.usable():
             request = LoadRequest(into, device, dtype, names, strict, skip_per_rank)
-            return self._session.load(request).result
+            return load(self._session, request).result
 
     def read(self, boxes: BoxesByName, *, cast: bool = False) -> LoadReport:
         """Reads boxes of tensors into this rank's memory, for plugins.
@@ -146,7 +147,7 @@ class Checkpoint:
         """
         self._end_stream()
         with self._session.usable():
-            return self._session.load(BoxRequest(boxes, cast)).report
+            return load(self._session, BoxRequest(boxes, cast)).report
 
     def tensors(
         self,
@@ -224,9 +225,8 @@ class Checkpoint:
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
-        from fastload.loading.sha256 import verify_sha_256
         from fastload.loading.verify import verify
 
         self._end_stream()
         with self._session.usable():
-            return (verify if self.manifest.block_bytes else verify_sha_256)(self._session)
+            return verify(self._session)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,9 +40,7 @@ from fastload.loading.targets import (
     parse_dtype,
     target_device,
 )
-
-if TYPE_CHECKING:
-    from fastload.loading.stream import StreamBuffer
+from fastload.transfer.buffers import Writer
 
 _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
@@ -61,8 +59,9 @@ class Match:
         left_out: What is not loaded although it is wanted; see `LoadReport`.
         surplus: Names that the checkpoint has and this rank does not want, if some rank has to want them.
         advice: What to do if no rank wants them.
-        stream_buffer: Hands out tensors as they arrive; `destinations` then have no memory. None for a load
-            into tensors that all exist at its end.
+        writer: Takes the bytes of a stream, whose `destinations` have no memory; None for a load into
+            tensors that all exist at its end.
+        is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
         bytes_patched: Bytes of tensors that `finish` patches; see `fastload.loading.patch`.
     """
 
@@ -74,7 +73,8 @@ class Match:
     left_out: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()
     advice: str = ""
-    stream_buffer: StreamBuffer | None = None
+    writer: Writer | None = None
+    is_mapped: bool = False
     bytes_patched: int = 0
 
     def raise_unexpected(self, url: str, unwanted: Sequence[str]) -> None:
@@ -94,6 +94,24 @@ class Match:
     def num_tensors(self) -> int:
         """Number of tensors of the checkpoint that are loaded, in full or in part."""
         return len({destination.entry.name for destination in self.destinations})
+
+
+class Request(Protocol):
+    """A request of one rank, made by one of the methods of `Checkpoint`.
+
+    Attributes:
+        dtype: The dtype that floating point tensors are cast to, or None.
+        is_same: Whether all ranks have to request the same.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype | str | None: ...  # noqa: D102
+    @property
+    def is_same(self) -> bool: ...  # noqa: D102
+
+    def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
+        """Finds the destinations; see `LoadRequest.match`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -235,16 +253,23 @@ def _match_into(
     for saved, exact in restorer.wanted():
         targets.make(saved.stored, exact=exact)
     replaced = _replace_meta(pairs, targets.device)
-    named: dict[str, Tensor] = {}
-    for saved, slot in pairs.tensors:
-        tensor = replaced.get(id(slot.tensor), (slot.tensor, ()))[0]
+    in_place = [(saved, replaced.get(id(slot.tensor), (slot.tensor, ()))[0]) for saved, slot in pairs.tensors]
+    for saved, tensor in in_place:
         targets.fill(saved, tensor)
-        named[saved.own_name] = tensor
     others = targets.make_together(view.own.together)
     destinations = targets.build()
-    for name, tensor in chain(targets.new.items(), shards.items()):
-        if name not in others and name not in view.own.together:
-            named.setdefault(name, tensor)
+    filled = {saved.own_name for saved, _ in in_place}
+    made = [
+        (name, name, tensor)
+        for name, tensor in chain(targets.new.items(), shards.items())
+        if name not in others and name not in view.own.together and name not in filled
+    ]
+    places = {entry.name: place for place, entry in enumerate(manifest.tensors)}
+    by_place = sorted(
+        [*made, *((saved.stored, saved.own_name, tensor) for saved, tensor in in_place)],
+        key=lambda found: places[found[0]],
+    )
+    named = {name: tensor for _, name, tensor in by_place}
     slots = [(slot, tensor) for tensor, slots in replaced.values() for slot in slots]
 
     def finish() -> dict[str, Tensor]:

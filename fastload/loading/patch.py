@@ -8,13 +8,13 @@ before all ranks have read and verified everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -30,11 +30,11 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box, Runs
-from fastload.loading.match import BoxRequest, Match
+from fastload.loading.match import BoxRequest, Match, Request
+from fastload.loading.opened import Opened
+from fastload.loading.prepare import LoadStart
+from fastload.loading.session import Loaded, Session
 from fastload.loading.targets import Destination
-
-if TYPE_CHECKING:
-    from fastload.loading.load import Opened, Request, Session
 
 _NUM_SAMPLES = 16
 _APPLIED_ELEMENTS = 1 << 21  # at once, which bounds the memory for their positions
@@ -70,29 +70,39 @@ class PatchedRequest:
         return self.matched
 
 
-def patched(
-    opened: Opened, request: Request, match: Callable[[], Match], sessions: Callable[[int], Session]
-) -> Request:
-    """Reads the changes for tensors that hold a base, on all ranks, and returns what is left of a request.
+def load(session: Session, request: Request) -> Loaded:
+    """Loads on all ranks; of a delta just the changes, into tensors that hold one of its bases.
 
     Args:
-        opened: The delta.
-        request: The request of this rank; not one for new tensors on all ranks.
-        match: Finds its destinations.
-        sessions: Returns the open files of a delta, by its number in `Access.deltas`.
+        session: The open checkpoint.
+        request: The request of this rank.
+
+    Raises:
+        FastloadError: A rank failed.
+    """
+    session.await_prefetch()
+    start = LoadStart.now(session.opened)
+    if session.opened.access.deltas:
+        request = _patched(session, request)
+    return session.load(request, start=start)
+
+
+def _patched(session: Session, request: Request) -> Request:
+    """Reads the changes for tensors that hold a base, on all ranks, and returns what is left of a request.
 
     Raises:
         FastloadError: A rank cannot load, or a delta is damaged; nothing has changed.
     """
+    opened = session.opened
     world, access = opened.world, opened.access
+    levels = [access.manifest, *access.ancestors]
     found: list[tuple[Match, _Candidates]] = []
 
     def look() -> dict[str, Any]:
-        matched = match()
+        matched = opened.match(request)
         found.append((matched, candidates := _Candidates(access.manifest, matched.destinations)))
-        levels = [access.manifest, *access.ancestors]
-        num_deltas = _num_affordable(opened)
-        held = [number for number, level in enumerate(levels[: num_deltas + 1]) if candidates.may_hold(level)]
+        affordable = levels[: _num_affordable(opened) + 1]
+        held = [number for number, level in enumerate(affordable) if candidates.may_hold(level)]
         return {"held": held, "regions": Each([candidates.digest])}
 
     what = f"comparing tensors with {access.manifest.url} and its bases"
@@ -103,13 +113,14 @@ def patched(
     if not known or not any(digests.values()):
         return PatchedRequest(request, matched)
     peers = [rank for rank, digest in digests.items() if digest == digests[world.rank]]
-    levels, number = [access.manifest, *access.ancestors], min(known)
+    number = min(known)
     proof = _Proof(candidates)
     try:
         if len(peers) > 1 or not number:
             proof.begin(levels[number])
         patches = [
-            _read(opened, sessions(delta), levels[delta + 1], candidates) for delta in reversed(range(number))
+            _read(opened, session.delta(delta), levels[delta + 1], candidates)
+            for delta in reversed(range(number))
         ]
 
         def verify() -> None:

@@ -6,19 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view
 from fastload.comm.world import World
 from fastload.geometry.ranges import ByteRange
+from fastload.loading.opened import Opened
 from fastload.transfer.plan import Chunk, plan_transfer
 from fastload.transfer.read import ChunkReader, HeldBytes
 from fastload.transfer.routed_plan import HeldRange, Holders
-
-if TYPE_CHECKING:
-    from fastload.loading.load import Opened
 
 _UNBOUNDED_BYTES = 1 << 62
 _LEAST_CHUNKS = 16

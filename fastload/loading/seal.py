@@ -27,9 +27,8 @@ from fastload.formats.seal import (
 )
 from fastload.geometry.blocks import good_block_bytes
 from fastload.loading.access import open_access
-from fastload.loading.load import Session
-from fastload.loading.sha256 import compare_sha_256
-from fastload.loading.verify import CompleteRead, team_of
+from fastload.loading.session import Session
+from fastload.loading.verify import CompleteRead, compare_sha_256, team_of
 from fastload.options import LoadOptions, Patience
 from fastload.report import VerifyReport
 from fastload.storage import Location, Storage, locate, put_next_to

@@ -27,10 +27,12 @@ from fastload.formats.state import OWN_PREFIX
 from fastload.geometry.box import Box, row_major
 from fastload.geometry.dtensors import narrowed
 from fastload.geometry.ranges import ByteRange, Space
-from fastload.loading.load import Job, Opened, Session, decide, prepare
 from fastload.loading.match import BoxesByName, BoxRequest, Match, checked_boxes
 from fastload.loading.mismatch import raise_mismatch
+from fastload.loading.opened import Opened
+from fastload.loading.prepare import Job, prepare
 from fastload.loading.selection import RankView
+from fastload.loading.session import Session
 from fastload.loading.targets import Destination, DestinationBuilder, TensorWriter, target_device
 from fastload.storage.local import Mapped
 
@@ -107,14 +109,14 @@ class StreamRequest:
         """
         device = target_device(self.device)
         tensors = _select(RankView.of(manifest, rank, size), self.names)
-        stream_buffer = StreamBuffer(manifest, tensors, device, self.room_bytes, self.mapped)
+        buffer = StreamBuffer(manifest, tensors, device, self.room_bytes, self.mapped)
         nothing = torch.empty(0)
         destinations = [
             Destination(one.entry, torch_spec(one.entry)[0], nothing, None, piece)
             for one in tensors
             for piece in one.entry.pieces or (None,)
         ]
-        return Match(destinations, device, lambda: None, stream_buffer=stream_buffer)
+        return Match(destinations, device, lambda: None, writer=buffer, is_mapped=self.mapped is not None)
 
 
 def _select(view: RankView, names: Sequence[str] | str | None) -> list[StreamedTensor]:
@@ -158,7 +160,12 @@ def _map_files(opened: Opened, device: torch.device | str | None) -> MappedFiles
     access, manifest = opened.access, opened.access.manifest
     indexes = {entry.file for entry in manifest.tensors if entry.nbytes}
     is_plain = access.holders is None and not manifest.guards and not any(e.pieces for e in manifest.tensors)
-    if opened.block_bytes or not is_plain or len(indexes) > _MAX_MAPPED_FILES or not decide(opened).alone:
+    if (
+        opened.block_bytes
+        or not is_plain
+        or len(indexes) > _MAX_MAPPED_FILES
+        or not opened.choose_strategy().alone
+    ):
         return None
     mapped: dict[int, Mapped] = {}
 
@@ -184,11 +191,11 @@ class StreamTransfer:
     """
 
     def __init__(self, session: Session, job: Job) -> None:
-        assert job.matched.match.stream_buffer is not None, "made for a stream"
+        assert isinstance(job.writer, StreamBuffer), "made for a stream"
         self._session = session
         self._world = job.matched.opened.world
         self._job = job
-        self._stream_buffer: StreamBuffer = job.matched.match.stream_buffer
+        self._stream_buffer = job.writer
         self._tensors = self._hand_out()
         self._departure = Departure(self._world, ahead=job.pipeline.plan.depth)
         self._rest: Task | None = None
@@ -535,11 +542,6 @@ class StreamBuffer:
         self._filling: dict[int, _Filling] = {}
         self._waiting: deque[tuple[int, Tensor]] = deque()
         self._is_closed = False
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether tensors are views of their files."""
-        return self._mapped is not None
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a byte range, in pieces; None if it has to be placed."""

@@ -29,7 +29,7 @@ from fastload.formats.seal import SealableFile, is_single_file
 from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
-from fastload.loading.sha256 import compare_share
+from fastload.loading.verify import compare_share
 from fastload.options import Patience, StageOptions
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory

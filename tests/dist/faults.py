@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import fastload
 from fastload.comm import group
 from fastload.errors import PeerError
-from fastload.loading import access, load
+from fastload.loading import access, prepare, session
 from fastload.loading.match import LoadRequest
 from fastload.storage.local import LocalStorage
 from fastload.transfer.buffers import Buffers
@@ -158,13 +158,13 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "prepare":
         before(LoadRequest, "match")
     elif stage == "requests":
-        before(load, "request_of")
+        before(prepare, "request_of")
     elif stage == "routes":
-        before(load, "plan_routes")
+        before(prepare, "plan_routes")
     elif stage == "pack":
         before(Buffers, "pack")
     elif stage == "rest":
-        before(load, "_open_rest")
+        before(session, "open_rest")
     elif stage == "connect":
         before(Pipeline, "steps")
     elif stage == "read":
@@ -181,6 +181,6 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "last":
         before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds - 1)
     elif stage == "gather":
-        before(load, "_report_rank")
+        before(session, "_report_rank")
     else:
         raise AssertionError(stage)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastload
 from fastload.errors import MismatchError, OptionError, PeerError, PlanMismatch
-from fastload.loading import load
+from fastload.loading import prepare
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 
@@ -149,13 +149,13 @@ class Plans:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_made = 0
-        real = load.plan_routes
+        real = prepare.plan_routes
 
         def plan(*arguments: Any, **given: Any) -> Any:
             self.num_made += 1
             return real(*arguments, **given)
 
-        patch.setattr(load, "plan_routes", plan)
+        patch.setattr(prepare, "plan_routes", plan)
 
 
 @ranks(4, ranks_per_host=2)

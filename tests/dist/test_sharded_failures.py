@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fastload
 from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
-from fastload.loading import load as loading
+from fastload.loading import session
 from fastload.storage.local import LocalStorage
 from fastload.transfer import transport
 from fastload.transfer.host_transport import HostTransport
@@ -485,7 +485,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
 ) -> None:
     """The number of a closed descriptor may soon stand for another file."""
     answer, is_second, closed = threading.Event(), threading.Event(), threading.Event()
-    open_rest, close, read_into = loading._open_rest, LocalStorage.close, LocalStorage.read_into
+    open_rest, close, read_into = session.open_rest, LocalStorage.close, LocalStorage.read_into
 
     def prepared(*arguments: Any) -> Any:
         is_second.set()
@@ -503,7 +503,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
         read_into(*arguments, **how)
 
     opened = fastload.open(path, options=options(timeout_s=patient(3.0)))
-    monkeypatch.setattr(loading, "_open_rest", prepared)
+    monkeypatch.setattr(session, "open_rest", prepared)
     monkeypatch.setattr(LocalStorage, "close", closing)
     monkeypatch.setattr(LocalStorage, "read_into", read)
     with pytest.raises(fastload.FastloadError):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fastload
 from fastload.errors import MismatchError, PeerError, PlanMismatch
-from fastload.loading.load import Session
+from fastload.loading.session import Session
 from fastload.transfer import demand
 from tests.checkpoints import assert_same_bits
 from tests.dist.faults import outcome_of

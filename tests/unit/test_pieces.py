@@ -17,8 +17,8 @@ from torch import Tensor
 from fastload.base.memory import byte_view
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.geometry.box import Box, strided_runs
-from fastload.loading.load import request_of
 from fastload.loading.match import BoxRequest, LoadRequest, Match
+from fastload.loading.prepare import request_of
 from fastload.loading.targets import TensorWriter
 
 SIZES = st.lists(st.integers(1, 5), max_size=3).map(tuple)

@@ -117,6 +117,13 @@ def test_any_state_comes_back(tmp_path: Path, state: Any, zipped: bool) -> None:
         assert_same(fastload.load(tmp_path / "a.pt", names=names, into=into), found)
 
 
+def test_results_have_the_order_of_the_checkpoint(tmp_path: Path) -> None:
+    torch.save({"": torch.ones(2), "0": torch.zeros(3)}, tmp_path / "a.pt")
+    into = {"0": torch.empty(3), "tensor": torch.empty(2)}  # one by its key, the other one by its name
+    assert list(fastload.load(tmp_path / "a.pt", names="*", into=into)) == ["tensor", "0"]
+    assert list(fastload.load(tmp_path / "a.pt", names="*")) == ["tensor", "0"]
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_training_comes_back(tmp_path: Path, zipped: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))

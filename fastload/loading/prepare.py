@@ -1,0 +1,454 @@
+"""Prepares a load on all ranks: everything that can fail before data move. Request → match → plan → job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import groupby
+from operator import and_
+from typing import Any, NamedTuple
+
+import xxhash
+
+from fastload.base.devices import is_accelerator
+from fastload.base.memory import uncollected
+from fastload.base.state_copies import state_copies
+from fastload.comm.failures import kinds_of, require_same
+from fastload.comm.group import backend_of
+from fastload.comm.world import World
+from fastload.errors import Interrupted
+from fastload.formats.manifest import Manifest
+from fastload.geometry.box import Runs
+from fastload.loading.match import Match, Request
+from fastload.loading.opened import Opened
+from fastload.loading.targets import Destination, TensorWriter, parse_dtype
+from fastload.transfer.buffers import Plan, Writer
+from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
+from fastload.transfer.links import accept_offers
+from fastload.transfer.messages import ring_order
+from fastload.transfer.pipeline import Pipeline
+from fastload.transfer.plan import StrategyChoice, TransferPlan, plan_transfer
+from fastload.transfer.routed_plan import RoutedPlan, plan_routes
+from fastload.transfer.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+
+class LoadStart(NamedTuple):
+    """The beginning of a load, from which its report counts.
+
+    Attributes:
+        at_s: By `time.perf_counter`.
+        bytes_read: Bytes read from storage until then.
+        direct_bytes_read: The part of them that bypassed the page cache.
+    """
+
+    at_s: float
+    bytes_read: int
+    direct_bytes_read: int
+
+    @classmethod
+    def now(cls, opened: Opened) -> LoadStart:
+        """Returns the beginning of a load that begins now."""
+        storage = opened.access.storage
+        return cls(time.perf_counter(), storage.bytes_read, storage.direct_bytes_read)
+
+
+@dataclass(frozen=True)
+class MatchedRequest:
+    """A request of this rank with its destinations and its strategy.
+
+    Attributes:
+        opened: The checkpoint.
+        match: The destinations.
+        decision: The strategy.
+        backend: The backend that moves data between the devices of all ranks, such as ``nccl``; empty if
+            none.
+        detour: Why data go through host memory; empty with a backend.
+        start: The beginning of the load.
+    """
+
+    opened: Opened
+    match: Match
+    decision: StrategyChoice
+    backend: str
+    detour: str
+    start: LoadStart
+
+    @classmethod
+    def of(cls, opened: Opened, request: Request, start: LoadStart) -> MatchedRequest:
+        """Matches a request.
+
+        Raises:
+            FastloadError: This rank cannot load it.
+        """
+        match = opened.match(request)
+        backend, detour = "", "the tensors are in host memory"
+        if is_accelerator(match.device):
+            backend = backend_of(opened.world.group, match.device.type)
+            detour = (
+                "" if backend else f"the process group has no backend between {match.device.type} devices"
+            )
+        decision = opened.choose_strategy(fast_links=bool(backend))
+        if match.is_mapped:
+            decision = replace(decision, why=f"{decision.why}; mapped, not read")
+        return cls(opened, match, decision, backend, detour, start)
+
+    def through_hosts(self) -> MatchedRequest:
+        """Returns the request with the strategy of a group whose devices no backend connects."""
+        detour = "not all ranks load to devices that one backend connects"
+        return replace(self, decision=self.opened.choose_strategy(), backend="", detour=detour)
+
+    def why_transport(self, transport: Transport) -> str:
+        """Returns why a transport carries the bytes, for the report."""
+        if transport.name == "none":
+            return "no rank needs bytes from another one"
+        if not self.backend:
+            return self.detour
+        if transport.name.startswith(self.backend):
+            return f"the process group's backend between {self.match.device.type} devices"
+        return "no two ranks want the same bytes, or they form too many groups for communicators of devices"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A load that is ready to run.
+
+    Attributes:
+        matched: The request of this rank.
+        bytes_wanted: Bytes that any rank wants, each counted once.
+        writer: Writes the bytes into tensors.
+        pipeline: Runs the rounds of the plan.
+    """
+
+    matched: MatchedRequest
+    bytes_wanted: int
+    writer: Writer
+    pipeline: Pipeline
+
+    def run(self) -> None:
+        """Runs the rounds of a load that is no stream; see `Pipeline.steps` for errors."""
+        assert isinstance(self.writer, TensorWriter)
+        before: Sequence[tuple[int, int]] = ()
+        try:
+            for in_place in self.pipeline.steps():
+                self.writer.count(before)  # from here on, no message of that round is sent from its memory
+                before = in_place
+            self.writer.count(before)
+        finally:
+            self.writer.close()
+
+    def close(self) -> None:
+        """Ends its threads; a read without an answer from storage ends later."""
+        opened = self.matched.opened
+        self.pipeline.close()
+        if not self.pipeline.reader.close(wait_s=min(1.0, opened.world.grace_s)):
+            _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
+
+
+def prepare(opened: Opened, request: Request, start: LoadStart | None = None) -> Job:
+    """Does everything on all ranks that can fail before data move, and compares the plans.
+
+    Args:
+        opened: The checkpoint.
+        request: The request of this rank.
+        start: The beginning of the load; None for now.
+
+    Raises:
+        FastloadError: A rank cannot load, or the requests of the ranks do not fit each other.
+    """
+    start = start or LoadStart.now(opened)
+    found: list[MatchedRequest] = []
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, Any]:
+        found.append(matched := MatchedRequest.of(opened, request, start))
+        destinations = matched.match.destinations
+        if all(one.runs is None for one in destinations) and opened.access.holders is None:
+            jobs.append(_open_common(matched))
+        wanted = [
+            one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
+            for one in destinations
+        ]
+        return {
+            "strategy": matched.decision.strategy,
+            "backend": matched.backend,
+            "detour": matched.detour,
+            "into": "not given" if request.is_same else "given",
+            "dtype": str(parse_dtype(request.dtype)),
+            "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
+            "surplus": _digest(matched.match.surplus) if matched.match.surplus else "",
+            **(_terms(jobs[0]) if jobs else {"transport": "", "plan": "", "offer": None}),
+        }
+
+    what = f"preparing to load {opened.access.manifest.url}"
+    state_copies.wait()
+    with _closing_unused(jobs):
+        responses = opened.world.agree(what, make)
+        matched = found[0]
+        require_same(responses, "into", "dtype")
+        if request.is_same:
+            require_same(responses, "strategy", "names", "transport", "plan")
+        kinds = kinds_of(responses)
+        _raise_unexpected(matched, [one["surplus"] for one in kinds])
+        if all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour"):
+            return _accepted(what, jobs, responses)
+    if not _is_same(kinds, "backend", "detour"):
+        matched = matched.through_hosts()  # the devices differ between the ranks, and so do their strategies
+    return _prepare_sharded(matched)
+
+
+def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
+    """Raises on all ranks if the checkpoint has names that no rank wants and some rank has to.
+
+    Raises:
+        MismatchError: It has.
+    """
+    if not all(digests):
+        return
+    match, world, manifest = matched.match, matched.opened.world, matched.opened.access.manifest
+    if len(set(digests)) == 1:
+        match.raise_unexpected(manifest.url, match.surplus)
+    elif unwanted := sorted(_unwanted_by_all(world, manifest, match.surplus)):
+        # Together: a rank that leaves takes the bytes along that it has left for the others.
+        what = f"preparing to load {manifest.url}"
+        world.agree(what, lambda: match.raise_unexpected(manifest.url, unwanted))
+
+
+def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:
+    return len({tuple(one[key] for key in keys) for one in responses}) == 1
+
+
+def _digest(names: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
+
+
+@contextmanager
+def _closing_unused(jobs: list[Job]) -> Iterator[None]:
+    """Closes the jobs that are still in a list at the end, none of which has begun."""
+    try:
+        yield
+    finally:
+        while jobs:
+            jobs.pop().close()
+
+
+# All ranks want the same tensors, none in parts
+
+
+def _open_common(matched: MatchedRequest) -> Job:
+    """Opens a load in which all ranks want the tensors that this one wants.
+
+    Raises:
+        FastloadError: Options do not fit.
+        MemoryError: Staging buffers do not fit into memory.
+    """
+    opened, decision = matched.opened, matched.decision
+    world, options, access = opened.world, opened.options, opened.access
+    is_stream = matched.match.writer is not None
+    extents = [destination.extent for destination in matched.match.destinations]
+    staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the stream buffer has the other half
+    between_devices = bool(matched.backend) and not decision.alone
+    shares_memory = not between_devices and not decision.alone
+    plan = plan_transfer(
+        [] if matched.match.is_mapped else extents,
+        decision.readers_for(world.rank),
+        decision.recipients_with(world.rank, world.size),
+        staging_bytes=staging_bytes,
+        chunk_bytes=options.chunk_bytes,
+        block_bytes=opened.block_bytes,
+        even_slots=between_devices,
+        contiguous=access.is_mounted and not is_stream,
+        hosts=access.hosts,
+        num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
+    )
+    if is_stream:
+        plan = plan.deeper(staging_bytes)
+    return open_job(matched, plan, sum(extent.nbytes for extent in extents))
+
+
+def open_job(matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: Writer | None = None) -> Job:
+    """Opens a load with its plan.
+
+    Args:
+        matched: The request of this rank.
+        plan: The plan.
+        bytes_wanted: Bytes that any rank wants, each counted once.
+        writer: Writes the bytes; None for a new one.
+
+    Raises:
+        MemoryError: Staging buffers do not fit into memory.
+    """
+    opened, options, access = matched.opened, matched.opened.options, matched.opened.access
+    via_cache = matched.decision.alone and opened.ranks_on_host > 1
+    reader = opened.open_reader(plan, in_parts=not isinstance(plan, TransferPlan), via_cache=via_cache)
+    writer = writer or matched.match.writer or TensorWriter(matched.match.destinations, opened.cores)
+    pipeline = Pipeline(
+        opened.world,
+        plan,
+        reader,
+        writer,
+        machines=access.machines,
+        device=matched.match.device,
+        backend="" if matched.decision.alone else matched.backend,
+        progress=options.progress,
+    )
+    opened.tracing.follow(pipeline.watches)
+    return Job(matched, bytes_wanted, writer, pipeline)
+
+
+# Ranks want different bytes
+
+
+def _prepare_sharded(matched: MatchedRequest) -> Job:
+    """Gathers what each rank wants, and opens the load.
+
+    Raises:
+        FastloadError: On some rank options do not fit, or it did not respond.
+    """
+    opened = matched.opened
+    manifest = opened.access.manifest
+    what = f"telling what each rank wants of {manifest.url}"
+    wanted: list[RankRequest] = []
+
+    def tell() -> bytes:
+        wanted.append(request_of(manifest, matched.match.destinations))
+        return wanted[0].packed
+
+    packed = opened.world.gather_bytes(what, tell)
+
+    def open_it() -> Job:
+        requests = RankRequests.unpack(packed)
+        # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
+        contiguous = opened.access.is_mounted and not matched.decision.alone
+        sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
+        bytes_wanted = sharing.union_bytes
+        if matched.decision.alone:
+            alone = RankRequests((wanted[0],), ((opened.world.rank,),))
+            sharing = SharingGroups(manifest.extents, alone, opened.block_bytes)
+        plan = plan_routes(
+            sharing,
+            matched.decision.readers_for(opened.world.rank),
+            order=ring_order(opened.access.hosts),
+            staging_bytes=opened.options.staging_bytes,
+            chunk_bytes=opened.options.chunk_bytes,
+            holders=opened.access.holders,
+        )
+        return open_job(matched, plan, bytes_wanted)
+
+    return open_on_all(matched, open_it)
+
+
+def open_on_all(matched: MatchedRequest, open_it: Callable[[], Job]) -> Job:
+    """Opens a load on all ranks, and compares the plans."""
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, Any]:
+        jobs.append(open_it())
+        return _terms(jobs[0])
+
+    what = f"planning to load {matched.opened.access.manifest.url}"
+    with _closing_unused(jobs):
+        return _accepted(what, jobs, matched.opened.world.agree(what, make))
+
+
+def _terms(job: Job) -> dict[str, Any]:
+    """Returns what the ranks compare of a job that each has opened, and how they connect."""
+    plan, transport = job.pipeline.plan, job.pipeline.transport
+    is_own = job.matched.decision.alone and isinstance(plan, RoutedPlan)
+    digest = "each rank its own" if is_own else plan.digest()
+    return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
+
+
+def _accepted(what: str, jobs: list[Job], responses: Sequence[Mapping[str, Any]]) -> Job:
+    """Takes a job from a list, once its transport has the offers of all ranks."""
+    require_same(responses, "transport", "plan")
+    world, transport = jobs[0].matched.opened.world, jobs[0].pipeline.transport
+    accept_offers(world, what, transport, [one["offer"] for one in responses])
+    return jobs.pop()
+
+
+def open_rest(job: Job, unread_from: Mapping[int, int]) -> Job:
+    """Ends a job, and opens one for what its failed readers did not read.
+
+    Args:
+        job: The job.
+        unread_from: Readers that failed, each with the first round that it did not read.
+
+    Raises:
+        FastloadError: No rank can read it.
+    """
+    plan = job.pipeline.plan
+    assert isinstance(plan, RoutedPlan)
+    lacking = [(at, rank) for rank, first in unread_from.items() for at in range(first, plan.num_rounds)]
+    rest = plan.without(unread_from, lacking, plan.num_rounds)
+    if rest is None:
+        raise job.pipeline.read_error or Interrupted("no rank is left that can read")
+    job.close()
+    opened = job.matched.opened
+    progress, placed_bytes = opened.options.progress, job.pipeline.placed_bytes
+    if progress is not None:
+
+        def goes_on(now: int, wanted: int) -> None:
+            # Between devices, ranks place what could not be read like anything else, and have counted it.
+            progress(min(placed_bytes + now, wanted), wanted)
+
+        opened = replace(opened, options=replace(opened.options, progress=goes_on))
+    return open_job(replace(job.matched, opened=opened), rest, job.bytes_wanted)
+
+
+def request_of(manifest: Manifest, destinations: Sequence[Destination]) -> RankRequest:
+    """Returns the bytes that this rank wants.
+
+    Args:
+        manifest: The checkpoint.
+        destinations: In the order of `Manifest.extents`.
+    """
+
+    def wants() -> Iterator[tuple[int, Part]]:
+        of_extent = groupby(destinations, lambda destination: id(destination.extent))
+        extent, parts = next(of_extent, (None, ()))
+        for index, candidate in enumerate(manifest.extents):
+            if id(candidate) == extent:
+                if candidate.nbytes:
+                    yield index, tuple(one.runs or Runs(0, one.extent.nbytes, ()) for one in parts)
+                extent, parts = next(of_extent, (None, ()))
+
+    return RankRequest.of(wants())
+
+
+def _unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -> set[str]:
+    """Returns the names that are surplus on all ranks.
+
+    Raises:
+        FastloadError: A rank did not respond.
+    """
+    names = [entry.name for entry in manifest.tensors]
+    what = f"comparing what the ranks do not want of {manifest.url}"
+    packed = world.gather_bytes(what, lambda: _pack_names(surplus, names))
+    found = [_unpack_names(data) for data in set(packed)]
+    mask = reduce(and_, (mask for mask, _ in found))
+    others = reduce(and_, (others for _, others in found))
+    return {name for index, name in enumerate(names) if mask >> index & 1} | others
+
+
+def _pack_names(chosen: Sequence[str], names: Sequence[str]) -> bytes:
+    """Packs names: a bit for each of those that all ranks know, and the text of others."""
+    wanted = set(chosen)
+    bits = "".join("1" if name in wanted else "0" for name in reversed(names))
+    texts = json.dumps([f"{int(bits or '0', 2):x}", sorted(wanted - set(names))])
+    return zlib.compress(texts.encode(), level=1)
+
+
+def _unpack_names(packed: bytes) -> tuple[int, frozenset[str]]:
+    mask, others = json.loads(zlib.decompress(packed))
+    return int(mask, 16), frozenset(others)

@@ -1,0 +1,406 @@
+"""Loads from an open checkpoint, one after the other, each to its end on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fastload.comm.failures import kinds_of
+from fastload.comm.responses import Each, Reports
+from fastload.comm.traces import Tracing
+from fastload.comm.world import World
+from fastload.errors import FastloadError, WorldError
+from fastload.formats.manifest import Manifest
+from fastload.loading.access import Access, reopen_exactly
+from fastload.loading.match import Request
+from fastload.loading.opened import Opened
+from fastload.loading.prefetch import BackgroundReads, Prefetch
+from fastload.loading.prepare import Job, LoadStart, open_on_all, open_rest, prepare
+from fastload.options import LoadOptions
+from fastload.report import LoadReport, RankReport
+from fastload.transfer.read import HeldBytes, Verifier
+from fastload.transfer.routed_plan import Holders
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The outcome of a load.
+
+    Attributes:
+        report: The report over all ranks.
+        result: The result on this rank.
+    """
+
+    report: LoadReport
+    result: Any
+
+
+class Session:
+    """Loads from an open checkpoint. After a failure the ranks may be anywhere: no other load is possible.
+
+    Args:
+        world: The ranks.
+        access: The checkpoint.
+        options: How to load.
+
+    Attributes:
+        opened: The checkpoint as the next load finds it.
+        report: The report of the last load, or None.
+        has_failed: Whether a load has failed.
+        is_closed: Whether it is closed.
+    """
+
+    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
+        verifier = Verifier(access.manifest) if access.manifest.block_bytes and options.verify else None
+        tracing = Tracing(world, options.trace)
+        tracing.synchronize(access.hosts)
+        self.opened = Opened(world, access, options, verifier, tracing, access.storage.bytes_read)
+        self.report: LoadReport | None = None
+        self.has_failed = False
+        self.is_closed = False
+        self._prefetch: Prefetch | None = None  # until all ranks have read their shares
+        self._held: tuple[HeldBytes, Holders] | None = None  # from then on
+        self._deltas: dict[int, Session] = {}  # those of `Access.deltas` that are in use
+
+    @property
+    def manifest(self) -> Manifest:
+        """The files and tensors of the checkpoint."""
+        return self.opened.access.manifest
+
+    @contextmanager
+    def usable(self) -> Iterator[None]:
+        """Requires that no load has failed, and notes a failure within.
+
+        Raises:
+            WorldError: A load has failed, or the session is closed.
+        """
+        if self.has_failed:
+            raise WorldError("an earlier load of this open checkpoint failed: open it again")
+        if self.is_closed:
+            closed = WorldError(f"{self.manifest.url}: this checkpoint is closed: open it again")
+            self.opened.world.leave(closed)  # other ranks may have it open
+            raise closed
+        try:
+            with self.opened.world.together():
+                yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the other ranks that this one takes part in no more loads."""
+        if not (self.has_failed or self.is_closed):
+            self.opened.world.leave(error)
+
+    def close(self) -> None:
+        """Closes storage, once no read is under way."""
+        self.is_closed, self._held = True, None
+        self._end_prefetch()
+        self.opened.access.storage.close()
+
+    def prefetch(self) -> None:
+        """Begins to read this rank's share into host memory, on all ranks.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        if self._prefetch is not None or self._held is not None:
+            return
+        if self.opened.access.deltas:  # a model that holds the base needs no more
+            self.delta(0).prefetch()
+            return
+
+        def begin() -> None:
+            self._prefetch = Prefetch(self.opened)
+
+        try:
+            self.opened.world.agree(f"prefetching {self.manifest.url}", begin)
+        except BaseException:
+            self._end_prefetch()
+            raise
+
+    def await_prefetch(self) -> None:
+        """Waits until all ranks have read and verified their shares, if they are being read.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        for session in self._deltas.values():
+            session.await_prefetch()
+        while (prefetch := self._prefetch) is not None:
+            held: list[HeldBytes] = []
+
+            def work(prefetch: Prefetch = prefetch, held: list[HeldBytes] = held) -> bool:
+                held.append(prefetch.wait(self.opened.world))
+                return prefetch.reader.is_misread
+
+            try:
+                responses = self.opened.world.settle(f"prefetching {self.manifest.url}", work)
+            finally:
+                self._end_prefetch()
+            if any(responses):
+                self.reopen_exactly()
+                self.prefetch()
+            else:
+                self._held = held[0], prefetch.holders()
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether no read of what this rank prefetches is under way."""
+        is_done = self._prefetch is None or self._prefetch.is_done
+        return is_done and all(session.is_prefetched for session in self._deltas.values())
+
+    def delta(self, number: int) -> Session:
+        """Returns the open files of a delta, by its number in `Access.deltas`."""
+        if number not in self._deltas:
+            opened = self.opened
+            options = replace(opened.options, atomic=False, trace=None, progress=None, on_report=None)
+            self._deltas[number] = Session(opened.world, opened.access.deltas[number], options)
+        return self._deltas[number]
+
+    def _end_prefetch(self) -> None:
+        for session in self._deltas.values():
+            session._end_prefetch()
+        pending, self._prefetch = self._prefetch, None
+        if pending is not None:
+            pending.close(wait_s=min(1.0, self.opened.world.grace_s))
+
+    def load(
+        self, request: Request, *, start: LoadStart | None = None, staging_bytes: int | None = None
+    ) -> Loaded:
+        """Loads on all ranks.
+
+        Args:
+            request: The request of this rank.
+            start: The beginning of the load; None for now.
+            staging_bytes: Memory for it, if not that of the options.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        self.await_prefetch()
+        start = start or LoadStart.now(self.opened)
+        while True:
+            opened = self.opened
+            if self._held is not None:
+                held, holders = self._held
+                opened = replace(opened, access=replace(opened.access, held=held, holders=holders))
+            if staging_bytes is not None:  # for a part of a stream, in new memory
+                options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
+                opened = replace(opened, options=options)
+            job = prepare(opened, request, start)
+            if not opened.options.atomic or self._read_first(job):
+                loaded = self.run(job)
+                if loaded is not None:
+                    return loaded
+            self.reopen_exactly()
+
+    def _read_first(self, job: Job) -> bool:
+        """Reads and verifies what this rank will send or place, on all ranks, before anything is placed.
+
+        Returns:
+            Whether data were laid out as the manifest inferred; if not, the job is closed.
+
+        Raises:
+            FastloadError: A rank failed; nothing has changed.
+        """
+        world, plan, reader = job.matched.opened.world, job.pipeline.plan, job.pipeline.reader
+
+        def work() -> bool:
+            view, held = plan.view(world.rank), reader.held or HeldBytes()
+            chunks = [held.lacking(view.reads(index)) for index in range(plan.num_rounds)]
+            reader.held = held.joined(BackgroundReads(reader, chunks).wait(world))
+            return reader.is_misread
+
+        is_ready = False
+        try:
+            is_ready = not any(world.settle(f"reading {self.manifest.url}", work))
+        finally:
+            if not is_ready:
+                job.close()
+        return is_ready
+
+    def run(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
+        """Runs a load, agrees with all ranks on its outcome, and restores the state.
+
+        Args:
+            job: The load.
+            errors: The errors of this rank, if it is a stream, which has run; None to run it.
+
+        Returns:
+            The outcome; None if data were not laid out as the manifest inferred, and have to be loaded again.
+
+        Raises:
+            FastloadError: A rank failed; the tensors may hold some of their bytes.
+        """
+        try:
+            responses, broken = self._move(job, errors)
+            access = self.opened.access
+            self.opened = replace(
+                self.opened, access=access.without(broken), num_retries=access.storage.num_retries
+            )
+            kinds = kinds_of(responses)
+            if any(one["is_misread"] for one in kinds):
+                return None
+            self.report = _report(job, Reports(RankReport, responses[0]["report"]))
+            if self.opened.world.rank == 0:
+                _warn(self.report, broken)
+            return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+        except FastloadError as error:
+            if errors is None:
+                error.is_partial = True
+            raise
+
+    def _move(
+        self, job: Job, errors: list[BaseException] | None
+    ) -> tuple[list[dict[str, Any]], Collection[int]]:
+        """Moves all data, those of readers that fail too.
+
+        Args:
+            job: The load; closed in the end.
+            errors: As for `run`.
+
+        Returns:
+            The responses of the ranks, and the readers that failed.
+        """
+        opened, world = job.matched.opened, job.matched.opened.world
+        what = f"loading {self.manifest.url}"
+        passes, broken = [job], set[int]()
+
+        def work() -> dict[str, Any]:
+            if errors is None:
+                passes[-1].run()
+            elif errors:
+                _raise_first(errors)
+            return {
+                "report": Each(_report_rank(passes).pack()),
+                "unread_from": passes[-1].pipeline.unread_from,
+                "calls": job.matched.match.calls or opened.options.on_report is not None,
+                "is_misread": any(one.pipeline.reader.is_misread for one in passes),
+            }
+
+        try:
+            while True:
+                responses = world.settle(
+                    what,
+                    work,
+                    ended=lambda error: opened.tracing.leave("load", job.matched.start.at_s, error),
+                    met=lambda: opened.tracing.write({"what": what, "bytes_wanted": job.bytes_wanted}),
+                )
+                unread_from = {
+                    rank: one["unread_from"]
+                    for rank, one in enumerate(responses)
+                    if one["unread_from"] is not None
+                }
+                if not unread_from:
+                    return responses, broken | job.pipeline.broken
+                broken |= unread_from.keys()
+                rest = partial(open_rest, passes[-1], unread_from)
+                passes.append(open_on_all(job.matched, rest))
+        finally:
+            passes[-1].close()
+
+    def _restore(self, job: Job, report: LoadReport, *, calls: bool) -> Loaded:
+        """Restores everything but tensors.
+
+        Args:
+            job: The load.
+            report: Its report.
+            calls: Whether some rank calls the caller's code, so that all ranks have to agree.
+
+        Raises:
+            FastloadError: Some rank's ``load_state_dict``, hook or `on_report` failed.
+        """
+        opened, results = job.matched.opened, list[Any]()
+
+        def finish() -> None:
+            results.append(job.matched.match.finish())
+            if opened.options.on_report is not None:
+                opened.options.on_report(report)
+
+        if calls:
+            opened.world.agree(f"restoring {report.url}", finish)
+        else:
+            finish()
+        opened.world.acknowledge()
+        return Loaded(report, results[0])
+
+    def reopen_exactly(self) -> None:
+        """Reads the layouts that the manifest has inferred."""
+        self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
+        if self._held is not None and self._held[1].lacking(self.manifest.extents):
+            self._held = None
+
+
+def _raise_first(errors: list[BaseException]) -> None:
+    try:
+        raise errors[0]
+    finally:
+        errors.clear()  # else error → traceback → frame → error would keep all their memory alive
+
+
+def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
+    matched = job.matched
+    return LoadReport(
+        url=matched.opened.access.manifest.url,
+        strategy=matched.decision.strategy,
+        why=matched.decision.why,
+        transport=job.pipeline.transport.name,
+        why_transport=matched.why_transport(job.pipeline.transport),
+        bytes_wanted=job.bytes_wanted,
+        num_tensors=matched.match.num_tensors,
+        chunk_bytes=job.pipeline.plan.chunk_bytes,
+        num_rounds=job.pipeline.plan.num_rounds,
+        depth=job.pipeline.plan.depth,
+        left_out=matched.match.left_out,
+        ranks=ranks,
+    )
+
+
+def _report_rank(passes: Sequence[Job]) -> RankReport:
+    matched = passes[0].matched
+    opened, world, access = matched.opened, matched.opened.world, matched.opened.access
+    total_s = time.perf_counter() - matched.start.at_s
+    pipelines = [job.pipeline for job in passes]
+    read_s, exchange_s, place_s = (
+        sum(pipeline.watches[stage].seconds for pipeline in pipelines)
+        for stage in ("read", "exchange", "place")
+    )
+    drop_outs = [pipeline.drop_out for pipeline in pipelines if pipeline.drop_out]
+    return RankReport(
+        rank=world.rank,
+        host=world.host,
+        reader=world.rank in matched.decision.readers,
+        note=drop_outs[0] if drop_outs else access.notes.get(world.rank, ""),
+        bytes_read=access.storage.bytes_read - matched.start.bytes_read,
+        direct_bytes_read=access.storage.direct_bytes_read - matched.start.direct_bytes_read,
+        bytes_verified=sum(job.pipeline.reader.verified.total for job in passes),
+        bytes_patched=matched.match.bytes_patched,
+        header_bytes_read=opened.header_bytes,
+        bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
+        bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
+        read_s=read_s,
+        exchange_s=exchange_s,
+        place_s=place_s,
+        total_s=total_s,
+        peak_staging_bytes=max(pipeline.buffer_bytes for pipeline in pipelines),
+        retries=access.storage.num_retries
+        - opened.num_retries
+        + sum(job.pipeline.reader.rereads.total for job in passes),
+    )
+
+
+def _warn(report: LoadReport, broken: Collection[int]) -> None:
+    """Logs the readers that failed, and what was left out."""
+    for rank in report.ranks:
+        if rank.rank in broken:
+            _log.warning("%s: rank %d on %s %s", report.url, rank.rank, rank.host, rank.note)
+    if report.left_out:
+        _log.warning("%s: left out: %s", report.url, ", ".join(report.left_out))
