@@ -31,8 +31,7 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box, Runs
 from fastload.loading.match import BoxRequest, Match, Request
-from fastload.loading.opened import Opened
-from fastload.loading.prepare import LoadStart
+from fastload.loading.prepare import LoadStart, Opened
 from fastload.loading.session import Loaded, Session
 from fastload.loading.targets import Destination
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view
 from fastload.comm.world import World
 from fastload.geometry.ranges import ByteRange
-from fastload.loading.opened import Opened
+from fastload.loading.prepare import Opened
 from fastload.transfer.plan import Chunk, plan_transfer
 from fastload.transfer.read import ChunkReader, HeldBytes
 from fastload.transfer.routed_plan import HeldRange, Holders

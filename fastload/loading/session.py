@@ -18,9 +18,8 @@ from fastload.errors import FastloadError, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.match import Request
-from fastload.loading.opened import Opened
 from fastload.loading.prefetch import BackgroundReads, Prefetch
-from fastload.loading.prepare import Job, LoadStart, open_on_all, open_rest, prepare
+from fastload.loading.prepare import Job, LoadStart, Opened, open_on_all, open_rest, prepare
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.transfer.read import HeldBytes, Verifier

@@ -29,8 +29,7 @@ from fastload.geometry.dtensors import narrowed
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.match import BoxesByName, BoxRequest, Match, checked_boxes
 from fastload.loading.mismatch import raise_mismatch
-from fastload.loading.opened import Opened
-from fastload.loading.prepare import Job, prepare
+from fastload.loading.prepare import Job, Opened, prepare
 from fastload.loading.selection import RankView
 from fastload.loading.session import Session
 from fastload.loading.targets import Destination, DestinationBuilder, TensorWriter, target_device
