@@ -44,8 +44,9 @@ def print_inside(rows: list[Row]) -> None:
 
 def print_stalls(rows: list[Row], title: str) -> None:
     """Prints stalls, what they are of a copy of the share, and the memory beyond the state."""
-    copies = {kind: _named(rows, f"copy of the share, to {kind}") for kind in ("memory that was", "fresh")}
-    heads = [f"÷ copy to {kind.split(' ')[0]} memory" for kind in copies]
+    kinds = {"touched": "memory that was touched", "fresh": "fresh memory"}
+    copies = {kind: _named(rows, f"copy of the share, to {text}") for kind, text in kinds.items()}
+    heads = [f"÷ copy to {kind} memory" for kind in copies]
     table = _table(title, "stall s", "min-max", *heads, "until durable s", "most memory beyond, MiB")
     for row in rows:
         ratios = [f"{ratio(row, copy):.2f}" if copy else "" for copy in copies.values()]
