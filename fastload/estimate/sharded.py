@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from fastload.estimate.cluster import Cluster
 from fastload.estimate.parallel import Model, Parallel, requests_of
 from fastload.estimate.simulate import (
     CORES,
@@ -34,7 +35,6 @@ from fastload.estimate.simulate import (
     SHARE,
     STORAGE,
     WAY,
-    Cluster,
     Prediction,
     RankRounds,
     Stages,

@@ -75,6 +75,7 @@ PURE = {
     "transfer/demand.py",
     "transfer/messages.py",
     "transfer/routed_plan.py",
+    "estimate/cluster.py",
     "estimate/simulate.py",
     "estimate/parameters.py",
     "training/retention.py",
