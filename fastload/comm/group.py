@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,10 +28,9 @@ import xxhash
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.failures import grace_of
-from fastload.comm.hosts import machine, require_neighbour
+from fastload.comm.hosts import require_neighbour
 from fastload.comm.store import Member
-from fastload.comm.tree import CallTerms, TreeRendezvous, TreeState
+from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
 from fastload.errors import OptionError, WorldError
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
@@ -120,9 +118,7 @@ def join_in(
         cache: The connections between calls; None to meet in the store only.
     """
     state = cache.lasting(TreeState) if cache is not None else TreeState(connects=False)
-    here = machine(socket.gethostname(), member.rank)
-    terms = CallTerms(call, here, grace_of(timeout_s), timeout_s, threading.get_ident())
-    rendezvous = TreeRendezvous(namespace, state, member, terms)
+    rendezvous = TreeRendezvous(namespace, state, member, call=call, timeout_s=timeout_s)
     world = World(
         rank=member.rank,
         size=member.size,

@@ -276,6 +276,7 @@ _SECRET_BYTES = 32
 _ACCEPTED = b"come in"
 _RANK = struct.Struct("!I")
 _GREETING_S = 1.0
+_CONNECTING_S = 2.0
 
 
 class Unreachable(Exception):
@@ -389,6 +390,79 @@ def greet(link: socket.socket, secret: str, rank: int, look: Callable[[], float]
     except BaseException:
         link.close()
         raise
+
+
+def listen(rank: int, store: Any) -> tuple[Listener, str]:
+    """Listens for the ranks below; returns the listener and its address for `connect`.
+
+    Args:
+        rank: This rank.
+        store: A ``torch.distributed.Store``. All ranks can reach this host on its route to the store's host.
+    """
+    listener = Listener()
+    dual = socket.has_dualstack_ipv6()
+    tcp = socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+    )
+    listener.listen_at(tcp)
+    address = {
+        "machine": machine(socket.gethostname(), rank),
+        "name": listener.name,
+        "secret": listener.secret,
+        "port": tcp.getsockname()[1],
+        "hosts": list(dict.fromkeys(_own_addresses(_host_of(store)))),
+    }
+    return listener, json.dumps(address)
+
+
+def connect(address: str, rank: int, look: Callable[[], float]) -> socket.socket:
+    """Connects to the rank above and waits until it accepts this one.
+
+    Args:
+        address: Address of that rank, from `listen`.
+        rank: This rank.
+        look: As for `Listener.accept`.
+
+    Raises:
+        Unreachable: It does not listen there any more.
+    """
+    found = json.loads(address)
+    link = _connect(found, machine(socket.gethostname(), rank))
+    greet(link, found["secret"], rank, look)
+    return link
+
+
+def _connect(found: dict[str, Any], here: str) -> socket.socket:
+    if found["machine"] == here:
+        with contextlib.suppress(OSError):
+            return connect_unix(found["name"])
+    problem = "no address"
+    for host in found["hosts"]:
+        try:
+            return socket.create_connection((host, found["port"]), timeout=_CONNECTING_S)
+        except OSError as error:
+            problem = f"{host}: {error}"
+    raise Unreachable(problem)
+
+
+def _own_addresses(store: str) -> Iterator[str]:
+    """Yields addresses of this host for others, the most likely first, without name lookups."""
+    if (address := interface_address()) is not None:
+        yield address
+    with contextlib.suppress(OSError, ValueError):
+        version = ipaddress.ip_address(store).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
+            any_socket.connect((store, 9))  # sends nothing
+            yield any_socket.getsockname()[0]
+    yield from host_addresses()
+
+
+def _host_of(store: Any) -> str:
+    """Returns the host of a TCPStore; empty for other stores."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def _read(link: socket.socket, num_bytes: int) -> bytes:

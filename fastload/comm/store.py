@@ -21,9 +21,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, repeat
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastload.base.threads import within
 from fastload.base.version import PROTOCOL, __version__
@@ -110,9 +111,14 @@ class Decision:
         return sum(count for _, count in self.came)
 
     @property
-    def num_succeeded(self) -> int:
-        """Number of the ranks that brought no error."""
-        return sum(count for response, count in self.came if response["error"] is None)
+    def values(self) -> list[Any]:
+        """The value of each rank, if all succeeded; one object for ranks that brought the same."""
+        return [value for response, count in self.came for value in [response["value"]] * count]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank brought an error, or did not come in time."""
+        return any(response is None or response["error"] is not None for response, _ in self.runs)
 
     @property
     def nodes(self) -> Column | None:
@@ -192,9 +198,9 @@ class StoreStep:
         """Notes that this rank has read the decision; returns whether all have."""
         return bool(self._store.add(self.count, _ACKNOWLEDGED) // _ACKNOWLEDGED % _ACKNOWLEDGED == self._size)
 
-    def num_acknowledged(self) -> int:
-        """Returns how many ranks have read the decision."""
-        return int(self._store.add(self.count, 0) // _ACKNOWLEDGED % _ACKNOWLEDGED)
+    def are_acknowledged(self, num_ranks: int) -> bool:
+        """Whether so many ranks have read the decision."""
+        return bool(self._store.add(self.count, 0) // _ACKNOWLEDGED % _ACKNOWLEDGED >= num_ranks)
 
 
 # The store of a world
@@ -217,16 +223,14 @@ class Member:
     if_lost: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What one rank brings to a step.
+class Proposal(NamedTuple):
+    """The contribution of one rank to a step.
 
     Attributes:
         what: Name of the step, for messages.
         step: Its number.
-        response: The rank's response, a table; see `responses`.
+        response: The rank's response, a table, perhaps with those of others; see `responses`.
         wait_s: How long to wait for the others, from when one of them last made progress.
-        grace_s: How long to wait, then, for the rank that decides.
         attachment: Bytes from one rank for all. A decision along the tree carries them; ranks that read it
             from the store get them elsewhere.
     """
@@ -235,12 +239,10 @@ class Proposal:
     step: int
     response: str
     wait_s: float
-    grace_s: float
     attachment: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class LastStep:
+class LastStep(NamedTuple):
     """The last step of a call, for its acknowledgement.
 
     Attributes:
@@ -267,14 +269,6 @@ class _Progress:
     value: int = 0
     changed_at: float = 0.0
     next_look: float = 0.0
-
-
-@dataclass
-class _Responded:
-    """The last step that this rank has responded to in the store; its lock is held meanwhile."""
-
-    step: int = -1
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class LocalStore:
@@ -315,18 +309,23 @@ class StoreRendezvous:
     Args:
         store: A ``torch.distributed.Store`` that only this call uses.
         member: This rank.
+        grace_s: How long, after a failure, the others get to report their errors.
         versions: Compares the versions of the ranks while they meet; None to compare none.
     """
 
-    def __init__(self, store: Any, member: Member, *, versions: Versions | None = None) -> None:
+    def __init__(
+        self, store: Any, member: Member, *, grace_s: float = 5.0, versions: Versions | None = None
+    ) -> None:
         self._store = store
         self._member = member
+        self._grace_s = grace_s
         self._versions = versions
         self._first_poll_s = max(_FIRST_POLL_S, self.poll_s)
         self._shared: dict[int, list[str]] = {}
         self._lost: str | None = None
         self._given_up = False
-        self._responded = _Responded()
+        self._responded = -1  # the last step that this rank has responded to in the store
+        self._responding = threading.Lock()
         self._progress = _Progress()
 
     @property
@@ -454,23 +453,24 @@ class StoreRendezvous:
         """Brings this rank's response to a step and returns the decision.
 
         Args:
-            proposal: The response, perhaps with those of other ranks.
+            proposal: The response.
             since: When the wait began, if this rank has waited in another way. Ranks that still do so get a
                 moment in any case.
         """
-        wait_s, grace_s = proposal.wait_s, proposal.grace_s
+        what, step, response, wait_s, _ = proposal
+        grace_s = self._grace_s
 
         def decide() -> Decision:
-            place = self._step(proposal.step)
+            place = self._step(step)
             if since is not None and place.is_decided():
                 return place.read()
             began = time.monotonic()
             if since is not None:
                 began = max(since, began - wait_s + min(wait_s, grace_s) / 2)
-            if self._respond(proposal.step, proposal.response):
+            if self._respond(step, response):
                 decision = place.decide(wait_s)
-                if proposal.step:  # all ranks have responded, so they have the decision before
-                    self._forget(proposal.step - 1)
+                if step:  # all ranks have responded, so they have the decision before
+                    self._forget(step - 1)
                 return decision
             if self._wait_until(place.is_decided, wait_s, listen=True, began=began):
                 decision = place.read()
@@ -482,9 +482,9 @@ class StoreRendezvous:
                 return place.read()
             return place.decide(wait_s)
 
-        return self.ask(proposal.what, wait_s + 1.5 * grace_s, decide)
+        return self.ask(what, wait_s + 1.5 * grace_s, decide)
 
-    def acknowledge(self, last: LastStep, keys_left: Sequence[str], *, grace_s: float) -> None:
+    def acknowledge(self, last: LastStep, keys_left: Sequence[str]) -> None:
         """Notes that this rank has the last decision of a call; never raises.
 
         The last rank deletes the keys of the call. The rank that hosts the store waits for the others for a
@@ -493,22 +493,19 @@ class StoreRendezvous:
         Args:
             last: The step.
             keys_left: Keys that only this rank deletes.
-            grace_s: How long to wait for the others.
         """
 
         def acknowledge() -> None:
             self._delete(keys_left)
             if self._member.store_host == self._member.rank:
-                place = self._step(last.step)
-                self._wait_until(lambda: place.num_acknowledged() >= last.num_others, grace_s, listen=False)
+                all_know = partial(self._step(last.step).are_acknowledged, last.num_others)
+                self._wait_until(all_know, self._grace_s, listen=False)
             self._acknowledge(last.step, last.failed)
 
         with contextlib.suppress(FastloadError):
-            self.ask("ending the call", 2 * grace_s, acknowledge)
+            self.ask("ending the call", 2 * self._grace_s, acknowledge)
 
-    def withdraw(
-        self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
-    ) -> None:
+    def withdraw(self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool) -> None:
         """Responds to steps in advance, since this rank leaves the call; never raises.
 
         Args:
@@ -516,7 +513,6 @@ class StoreRendezvous:
             responses: Number and response of the next step. A step that this rank waits in comes first; the
                 next one counts if the others continue to it.
             at_once: Whether to decide now, and not once all ranks have responded.
-            limit_s: Longest wait.
         """
 
         def withdraw() -> None:
@@ -535,11 +531,11 @@ class StoreRendezvous:
                     self._acknowledge(step, failed=True)
                 else:  # acknowledgements are not counted
                     self._delete([place.log, place.count])
-                if decision is not None and decision.num_succeeded < self._member.size:
+                if decision is not None and decision.failed:
                     return
 
         with contextlib.suppress(FastloadError):
-            self.ask("telling the other ranks", limit_s, withdraw)
+            self.ask("telling the other ranks", self._grace_s, withdraw)
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
         """Notes that the bytes a rank has left go with the keys of a step."""
@@ -553,8 +549,8 @@ class StoreRendezvous:
 
         A thread that waits in the step may be about to respond when the rank is interrupted.
         """
-        with self._responded.lock:
-            is_new, self._responded.step = step > self._responded.step, max(step, self._responded.step)
+        with self._responding:
+            is_new, self._responded = step > self._responded, max(step, self._responded)
             return is_new and self._step(step).respond(response)
 
     def _acknowledge(self, step: int, failed: bool) -> None:
