@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hmac
 import ipaddress
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from fastload.base.threads import in_threads
 from fastload.errors import PeerError, WorldError, some_of
 
 _SIOCGIFADDR = 0x8915
@@ -159,49 +159,29 @@ def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> No
     one_at_each: dict[str, Peer] = {}
     for peer in sorted(peers, key=lambda peer: (peer.rank < rank, peer.rank)):
         one_at_each.setdefault(peer.address, peer)
-    problems = _try(list(one_at_each.values())[:_MOST], limit_s)
-    if not problems:
-        return
+    tried = sorted(list(one_at_each.values())[:_MOST])
+    problems = in_threads(lambda peer: _problem_with(peer, limit_s), tried, _MOST)
     found = [
         f"rank {peer.rank} on {peer.host} at {peer.address} port {peer.port} ({problem})"
-        for peer, problem in sorted(problems.items())
+        for peer, problem in zip(tried, problems, strict=True)
+        if problem
     ]
-    raise WorldError(
-        f"could not connect to {some_of(found)}: open {_free_ports()} between the hosts, or name another "
-        "network interface in GLOO_SOCKET_IFNAME"
-    )
+    if found:
+        raise WorldError(
+            f"could not connect to {some_of(found)}: open {_free_ports()} between the hosts, or name another "
+            "network interface in GLOO_SOCKET_IFNAME"
+        )
 
 
-def _try(peers: Sequence[Peer], limit_s: float) -> dict[Peer, str]:
-    """Returns the problem with each peer that cannot be reached."""
-    poll, waiting, problems = select.poll(), dict[int, tuple[socket.socket, Peer]](), dict[Peer, str]()
-    until = time.monotonic() + limit_s
+def _problem_with(peer: Peer, limit_s: float) -> str:
+    """Returns why a peer cannot be reached; empty if it can."""
     try:
-        for peer in peers:
-            one = socket.socket(_family(peer.address))
-            waiting[one.fileno()] = one, peer
-            one.setblocking(False)
-            poll.register(one, select.POLLOUT)
-            problem = one.connect_ex((peer.address, peer.port))
-            if problem not in (0, errno.EINPROGRESS):
-                problems[peer] = os.strerror(problem)
-        while waiting:
-            left_s = until - time.monotonic()
-            ready = poll.poll(1e3 * max(0.0, left_s))
-            if not ready and left_s <= 0:
-                break
-            for number, _ in ready:
-                poll.unregister(number)
-                one, peer = waiting.pop(number)
-                with one:
-                    if problem := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                        problems.setdefault(peer, os.strerror(problem))
-        for _, peer in waiting.values():
-            problems.setdefault(peer, f"no answer within {limit_s:.1f} s")
-    finally:
-        for one, _ in waiting.values():
-            one.close()
-    return problems
+        socket.create_connection((peer.address, peer.port), timeout=limit_s).close()
+    except TimeoutError:
+        return f"no answer within {limit_s:.1f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _family(address: str) -> socket.AddressFamily:
