@@ -15,19 +15,6 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from fastload.report import LoadReport, SaveReport, StageReport
 
-__all__ = [
-    "SAVE_SETTINGS",
-    "SETTINGS",
-    "LoadOptions",
-    "Patience",
-    "SaveOptions",
-    "Setting",
-    "StageOptions",
-    "environment",
-    "parse_bool",
-    "parse_bytes",
-]
-
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
 PerRankMismatch = Literal["error", "skip"]

@@ -29,7 +29,7 @@ import xxhash
 from fastload.base.devices import is_accelerator, parse_device, with_index
 from fastload.comm.cache import ConnectionCache, cache_of
 from fastload.comm.hosts import require_neighbour
-from fastload.comm.store import Member
+from fastload.comm.store import Member, StoreRendezvous
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
 from fastload.errors import OptionError, WorldError
@@ -82,7 +82,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     """
     group = _as_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
-        return World(rank=0, size=1, group=group, timeout_s=timeout_s)
+        return _world_of_one(group, timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
     # Groups with the same members differ, since their calls are not ordered.
@@ -96,6 +96,11 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
         group=group,
         cache=cache_of(group),
     )
+
+
+def _world_of_one(group: dist.ProcessGroup | None, timeout_s: float) -> World:
+    rendezvous = StoreRendezvous(dist.HashStore(), Member(0, 1))
+    return World(rank=0, size=1, group=group, timeout_s=timeout_s, rendezvous=rendezvous)
 
 
 def join_in(
@@ -297,7 +302,7 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
     rank, size = launch.rank, launch.world_size
     if size == 1:
         for _ in calls:
-            yield World(rank=0, size=1, group=None, timeout_s=timeout_s)
+            yield _world_of_one(None, timeout_s)
         return
     with _meeting(launch):
         store = dist.PrefixStore("fastload/job", _store_of(launch))

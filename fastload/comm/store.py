@@ -271,38 +271,6 @@ class _Progress:
     next_look: float = 0.0
 
 
-class LocalStore:
-    """The store of a process alone."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:  # noqa: D102
-        self._values[key] = value if isinstance(value, bytes) else value.encode()
-
-    def get(self, key: str) -> bytes:  # noqa: D102
-        return self._values[key]
-
-    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
-        return all(key in self._values for key in keys)
-
-    def add(self, key: str, more: int) -> int:  # noqa: D102
-        total = int(self._values.get(key, 0)) + more
-        self.set(key, str(total))
-        return total
-
-    def append(self, key: str, text: str) -> None:  # noqa: D102
-        self._values[key] = self._values.get(key, b"") + text.encode()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # noqa: D102
-        if self._values.get(key, b"") == expected.encode():
-            self.set(key, desired)
-        return self._values.get(key, expected.encode())
-
-    def delete_key(self, key: str) -> bool:  # noqa: D102
-        return self._values.pop(key, None) is not None
-
-
 class StoreRendezvous:
     """The store namespace of one call, seen from one of its ranks.
 

@@ -23,7 +23,7 @@ from fastload.comm.cache import ConnectionCache, cache_of
 from fastload.comm.failures import grace_of, logged, raise_failures, require_left, require_same_call
 from fastload.comm.hosts import host_of, node
 from fastload.comm.responses import Column, Each, write_response
-from fastload.comm.store import Decision, FailureFlag, LastStep, LocalStore, Member, Proposal, StoreRendezvous
+from fastload.comm.store import Decision, FailureFlag, LastStep, Proposal, StoreRendezvous
 from fastload.errors import to_wire
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class World:
         size: int,
         group: dist.ProcessGroup | None,
         timeout_s: float,
-        rendezvous: StoreRendezvous | None = None,
+        rendezvous: StoreRendezvous,
         cache: ConnectionCache | None = None,
         call: str = "",
     ) -> None:
@@ -102,7 +102,7 @@ class World:
         self.timeout_s = timeout_s
         self._state = CallState(call)
         self._nodes: Column | None = None
-        self.rendezvous = rendezvous or StoreRendezvous(LocalStore(), Member(rank, size))
+        self.rendezvous = rendezvous
         self._flag = FailureFlag(self.rendezvous, grace_s=self.grace_s, patience_s=self.patience_s)
 
     @property
