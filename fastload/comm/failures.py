@@ -25,14 +25,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_MIN_GRACE_S = 0.5
-_MAX_GRACE_S = 5.0
-
-
-def grace_of(timeout_s: float) -> float:
-    """Returns how long, after a failure, the others get to report their errors, in seconds."""
-    return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
-
 
 @contextmanager
 def logged() -> Iterator[None]:

@@ -82,7 +82,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     """
     group = _as_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
-        return _world_of_one(group, timeout_s)
+        return _world_of_one(group, call, timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
     # Groups with the same members differ, since their calls are not ordered.
@@ -98,9 +98,8 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     )
 
 
-def _world_of_one(group: dist.ProcessGroup | None, timeout_s: float) -> World:
-    rendezvous = StoreRendezvous(dist.HashStore(), Member(0, 1))
-    return World(rank=0, size=1, group=group, timeout_s=timeout_s, rendezvous=rendezvous)
+def _world_of_one(group: dist.ProcessGroup | None, call: str, timeout_s: float) -> World:
+    return World(StoreRendezvous(dist.HashStore(), Member(0, 1), call=call, timeout_s=timeout_s), group=group)
 
 
 def join_in(
@@ -124,15 +123,7 @@ def join_in(
     """
     state = cache.lasting(TreeState) if cache is not None else TreeState(connects=False)
     rendezvous = TreeRendezvous(namespace, state, member, call=call, timeout_s=timeout_s)
-    world = World(
-        rank=member.rank,
-        size=member.size,
-        group=group,
-        timeout_s=timeout_s,
-        rendezvous=rendezvous,
-        cache=cache,
-        call=call,
-    )
+    world = World(rendezvous, group=group, cache=cache)
     with world.together():
         rendezvous.begin()
     return world
@@ -301,8 +292,8 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
     """
     rank, size = launch.rank, launch.world_size
     if size == 1:
-        for _ in calls:
-            yield _world_of_one(None, timeout_s)
+        for call in calls:
+            yield _world_of_one(None, call, timeout_s)
         return
     with _meeting(launch):
         store = dist.PrefixStore("fastload/job", _store_of(launch))

@@ -47,6 +47,7 @@ _PROGRESS_PERIOD_S = 1.0
 _LAST_POLL_S = 0.05
 _FLAG_PERIOD_S = 0.2
 _SHORTEST_S = 2.0  # deadline of a request, since a busy machine may suspend a thread for a moment
+_MIN_GRACE_S, _MAX_GRACE_S = 0.5, 5.0
 _NAME, _VERSIONS = "name", "versions"
 _COLLECTING_S, _VERSION_POLL_S = 2.0, 0.02
 
@@ -277,16 +278,23 @@ class StoreRendezvous:
     Args:
         store: A ``torch.distributed.Store`` that only this call uses.
         member: This rank.
-        grace_s: How long, after a failure, the others get to report their errors.
+        call: Name of the call, which the ranks compare when they meet.
+        timeout_s: Longest wait without progress, in seconds.
         versions: Compares the versions of the ranks while they meet; None to compare none.
+
+    Attributes:
+        member: As given.
+        call: As given.
+        timeout_s: As given.
     """
 
     def __init__(
-        self, store: Any, member: Member, *, grace_s: float = 5.0, versions: Versions | None = None
+        self, store: Any, member: Member, *, call: str, timeout_s: float, versions: Versions | None = None
     ) -> None:
+        self.member = member
+        self.call = call
+        self.timeout_s = timeout_s
         self._store = store
-        self._member = member
-        self._grace_s = grace_s
         self._versions = versions
         self._first_poll_s = max(_FIRST_POLL_S, self.poll_s)
         self._shared: dict[int, list[str]] = {}
@@ -302,9 +310,20 @@ class StoreRendezvous:
         return self._store
 
     @property
+    def grace_s(self) -> float:
+        """How long, after a failure, the others get to report their errors, in seconds."""
+        least_s = min(0.5 * self.timeout_s, _MIN_GRACE_S)
+        return min(_MAX_GRACE_S, max(0.25 * self.timeout_s, least_s))
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait inside a step, such that wait and grace together end within `timeout_s`."""
+        return self.timeout_s - self.grace_s
+
+    @property
     def poll_s(self) -> float:
         """How long a rank should leave the store alone between two looks."""
-        return self._member.size * _POLL_OF_A_RANK_S
+        return self.member.size * _POLL_OF_A_RANK_S
 
     def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
         """Makes requests with a deadline: a store whose host is stopped or cut off never responds.
@@ -312,7 +331,7 @@ class StoreRendezvous:
         Raises:
             PeerError: The store is gone.
         """
-        if self._member.size == 1:
+        if self.member.size == 1:
             return ask()
         if self._lost is None:
             try:
@@ -323,11 +342,11 @@ class StoreRendezvous:
             except BaseException:
                 self._given_up = True  # else the thread that was left behind would poll on
                 raise
-        host, failures = self._member.store_host, dict[int, BaseException]()
+        host, failures = self.member.store_host, dict[int, BaseException]()
         if host is not None:
             failures[host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
         raise PeerError(
-            f"{what}: the rendezvous store is gone: {self._member.if_lost} ({self._lost})", failures
+            f"{what}: the rendezvous store is gone: {self.member.if_lost} ({self._lost})", failures
         )
 
     # Values for other ranks
@@ -426,7 +445,7 @@ class StoreRendezvous:
                 moment in any case.
         """
         what, step, response, wait_s, _ = proposal
-        grace_s = self._grace_s
+        grace_s = self.grace_s
 
         def decide() -> Decision:
             place = self._step(step)
@@ -465,13 +484,13 @@ class StoreRendezvous:
 
         def acknowledge() -> None:
             self._delete(keys_left)
-            if self._member.store_host == self._member.rank:
+            if self.member.store_host == self.member.rank:
                 all_know = partial(self._step(last.step).are_acknowledged, last.num_others)
-                self._wait_until(all_know, self._grace_s, listen=False)
+                self._wait_until(all_know, self.grace_s, listen=False)
             self._acknowledge(last.step, last.failed)
 
         with contextlib.suppress(FastloadError):
-            self.ask("ending the call", 2 * self._grace_s, acknowledge)
+            self.ask("ending the call", 2 * self.grace_s, acknowledge)
 
     def withdraw(self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool) -> None:
         """Responds to steps in advance, since this rank leaves the call; never raises.
@@ -503,7 +522,7 @@ class StoreRendezvous:
                     return
 
         with contextlib.suppress(FastloadError):
-            self.ask("telling the other ranks", self._grace_s, withdraw)
+            self.ask("telling the other ranks", self.grace_s, withdraw)
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
         """Notes that the bytes a rank has left go with the keys of a step."""
@@ -532,7 +551,7 @@ class StoreRendezvous:
         self._delete(self._step(step).keys + self._shared.pop(step, []))
 
     def _step(self, number: int) -> StoreStep:
-        return StoreStep(self._store, str(number), self._member.size)
+        return StoreStep(self._store, str(number), self.member.size)
 
     # Waiting
 
@@ -598,16 +617,12 @@ class FailureFlag:
 
     Args:
         rendezvous: Namespace of the call.
-        grace_s: How long the others get, after a failure, to report their errors.
-        patience_s: Longest wait for the store.
     """
 
-    def __init__(self, rendezvous: StoreRendezvous, *, grace_s: float, patience_s: float) -> None:
+    def __init__(self, rendezvous: StoreRendezvous) -> None:
         self._rendezvous = rendezvous
-        self._grace_s = grace_s
-        self._patience_s = patience_s
         self._is_up = False
-        self._period_s = min(max(_FLAG_PERIOD_S, rendezvous.poll_s), grace_s / 4)
+        self._period_s = min(max(_FLAG_PERIOD_S, rendezvous.poll_s), rendezvous.grace_s / 4)
         self._next_look = time.monotonic() + self._period_s  # short calls need no look
         self._moved = False
         self._next_progress = 0.0
@@ -615,7 +630,7 @@ class FailureFlag:
     def set(self) -> None:
         """Tells the other ranks that this one has failed."""
         self._is_up = True
-        self._rendezvous.tell("failed", limit_s=self._grace_s)
+        self._rendezvous.tell("failed", limit_s=self._rendezvous.grace_s)
 
     def assume(self) -> None:
         """Takes the flag for set, without a request."""
@@ -633,8 +648,9 @@ class FailureFlag:
             alive = self._moved and now >= self._next_progress
             if alive:
                 self._moved = False
-                self._next_progress = now + min(_PROGRESS_PERIOD_S, self._grace_s / 4)
-            self._is_up = self._rendezvous.watch("failed", alive=alive, limit_s=self._patience_s)
+                self._next_progress = now + min(_PROGRESS_PERIOD_S, self._rendezvous.grace_s / 4)
+            limit_s = self._rendezvous.patience_s
+            self._is_up = self._rendezvous.watch("failed", alive=alive, limit_s=limit_s)
         return self._is_up
 
 

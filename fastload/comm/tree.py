@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastload.comm.failures import grace_of
 from fastload.comm.hosts import Listener, Unreachable, connect, listen
 from fastload.comm.responses import join_responses
 from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, Versions
@@ -435,18 +434,17 @@ class TreeRendezvous(StoreRendezvous):
         namespace: The group's namespace in a ``torch.distributed.Store``.
         state: The group's tree.
         member: This rank.
-        call: Name of the call.
-        timeout_s: Longest wait without progress, in seconds.
+        call: As in the store.
+        timeout_s: As in the store.
     """
 
     def __init__(
         self, namespace: Any, state: TreeState, member: Member, *, call: str, timeout_s: float
     ) -> None:
-        super().__init__(namespace, member, grace_s=grace_of(timeout_s), versions=Versions(namespace, member))
+        versions = Versions(namespace, member)
+        super().__init__(namespace, member, call=call, timeout_s=timeout_s, versions=versions)
         self._namespace = namespace
         self._state = state
-        self._call = call
-        self._timeout_s = timeout_s
         self._thread = threading.get_ident()  # that begins the call
         self._number = 0  # of the call; 0 before it has one
         self._listener: Listener | None = None
@@ -457,11 +455,11 @@ class TreeRendezvous(StoreRendezvous):
 
     @property
     def _parent(self) -> int | None:
-        return parent_of(self._member.rank)
+        return parent_of(self.member.rank)
 
     @property
     def _children(self) -> list[int]:
-        return children_of(self._member.rank, self._member.size)
+        return children_of(self.member.rank, self.member.size)
 
     def begin(self) -> None:
         """Numbers the call, and listens for the ranks below if it is the first one."""
@@ -484,10 +482,10 @@ class TreeRendezvous(StoreRendezvous):
         decision = self._decide(proposal)
         if proposal.step:
             return decision
-        while not decision.binds(self._member.rank, self._call):
+        while not decision.binds(self.member.rank, self.call):
             self._skip()
             decision = self._decide(proposal)
-        if decision.num_came == self._member.size:
+        if decision.num_came == self.member.size:
             self._done += self._counter.expiring.rotate()
         elif not decision.left:
             self._expire_meeting()
@@ -508,7 +506,7 @@ class TreeRendezvous(StoreRendezvous):
         done, self._done = self._done, []
         if keys_left or done:
             with suppress(FastloadError):
-                self.ask("ending the call", self._grace_s, lambda: self._delete_all(keys_left, done))
+                self.ask("ending the call", self.grace_s, lambda: self._delete_all(keys_left, done))
 
     def _delete_all(self, keys_left: Sequence[str], done: Sequence[str]) -> None:
         self._delete(keys_left)
@@ -543,8 +541,8 @@ class TreeRendezvous(StoreRendezvous):
     @property
     def _counter(self) -> CallCounter:
         if self._state.counter is None:
-            find = partial(counter_in, self._namespace, self._member)
-            self._state.counter = self.ask(_JOINING, self._timeout_s, find)
+            find = partial(counter_in, self._namespace, self.member)
+            self._state.counter = self.ask(_JOINING, self.timeout_s, find)
         return self._state.counter
 
     def _take_number(self) -> None:
@@ -563,9 +561,9 @@ class TreeRendezvous(StoreRendezvous):
 
         def is_over() -> bool:
             first = self._step(0)
-            return first.is_decided() and not first.read().binds(self._member.rank, self._call)
+            return first.is_decided() and not first.read().binds(self.member.rank, self.call)
 
-        while self.ask(what, self._timeout_s, is_over):
+        while self.ask(what, self.timeout_s, is_over):
             self._skip()
 
     def _expire_meeting(self) -> None:
@@ -583,7 +581,7 @@ class TreeRendezvous(StoreRendezvous):
         since = time.monotonic()
         if self._versions is not None:
             self._versions.is_meeting = step == 0
-        look = self._looking(step, wait_s - min(wait_s, self._grace_s) / 4)
+        look = self._looking(step, wait_s - min(wait_s, self.grace_s) / 4)
         tries = step == 0 and self._links is None and self._may_connect()
         try:
             if tries:
@@ -625,7 +623,7 @@ class TreeRendezvous(StoreRendezvous):
         if self._parent is None:
             place = self._step(step)
             text = Decision.write(wait_s, table, in_tree=True)
-            if self.ask(what, self._timeout_s, partial(place.settle, text)) != text:
+            if self.ask(what, self.timeout_s, partial(place.settle, text)) != text:
                 raise TreeBroken  # others have decided in the store
             self._done += self._last
             self._last = self._full([place.decision])
@@ -636,7 +634,7 @@ class TreeRendezvous(StoreRendezvous):
         with suppress(TreeBroken):  # the ranks below notice it themselves
             links.flush(self._children, look)
         self._was_in_tree = True
-        return Decision.from_text(text, self._member.size, attachment)
+        return Decision.from_text(text, self.member.size, attachment)
 
     def _looking(self, step: int, wait_s: float) -> Callable[[], float]:
         """Returns what a rank does repeatedly while it waits along the tree; see `TreeLinks.wait`."""
@@ -656,7 +654,7 @@ class TreeRendezvous(StoreRendezvous):
                 with suppress(PeerError):  # the tree may be intact without the store
                     is_left, is_decided = self.ask(
                         "waiting for the other ranks",
-                        left_s + self._grace_s,
+                        left_s + self.grace_s,
                         partial(self._look_around, step),
                     )
                     if is_left or was_decided:  # since the last look, and the decision has not arrived
@@ -686,11 +684,11 @@ class TreeRendezvous(StoreRendezvous):
                 self._listen(what)
             if self._parent is not None:
                 address = self._find(what, f"at/{self._parent}", wait_s)
-                links[self._parent] = connect(address, self._member.rank, look)
+                links[self._parent] = connect(address, self.member.rank, look)
             if self._listener is not None:
                 for child, link in self._listener.accept(self._children, look):
                     links[child] = link
-            return TreeLinks(self._member.rank, links)
+            return TreeLinks(self.member.rank, links)
         except BaseException as error:
             for link in links.values():
                 link.close()
@@ -705,10 +703,10 @@ class TreeRendezvous(StoreRendezvous):
             OSError: The system refuses.
         """
         if self._listener is None:
-            self._listener, address = listen(self._member.rank, self._namespace)
-            key = f"at/{self._member.rank}"
+            self._listener, address = listen(self.member.rank, self._namespace)
+            key = f"at/{self.member.rank}"
             self._done += self._full([key])
-            self.ask(what, self._timeout_s, lambda: self._store.set(key, address))
+            self.ask(what, self.timeout_s, lambda: self._store.set(key, address))
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -729,7 +727,7 @@ class TreeRendezvous(StoreRendezvous):
             self._wait_until(lambda: any(map(self._store.check, keys)), wait_s, listen=True)
             return self._peek(key)
 
-        address = self.ask(what, wait_s + self._grace_s, find)
+        address = self.ask(what, wait_s + self.grace_s, find)
         if address is None:
             raise TreeBroken
         return address

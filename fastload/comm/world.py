@@ -20,7 +20,7 @@ import xxhash
 
 from fastload.base.threads import await_done
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.failures import grace_of, logged, raise_failures, require_left, require_same_call
+from fastload.comm.failures import logged, raise_failures, require_left, require_same_call
 from fastload.comm.hosts import host_of, node
 from fastload.comm.responses import Column, Each, write_response
 from fastload.comm.store import Decision, FailureFlag, LastStep, Proposal, StoreRendezvous
@@ -43,7 +43,6 @@ class CallState:
     """The progress of one rank through the steps of a call.
 
     Attributes:
-        call: Name of the call, which the ranks compare in the first step.
         step: Number of the next step.
         last: The step before it, until its decision is acknowledged.
         keys_left: Keys that this rank deletes at the end of the call.
@@ -51,7 +50,6 @@ class CallState:
         has_left: Whether this rank has left the call.
     """
 
-    call: str
     step: int = 0
     last: LastStep | None = None
     keys_left: list[str] = field(default_factory=list)
@@ -82,28 +80,24 @@ class World:
 
     def __init__(
         self,
-        *,
-        rank: int,
-        size: int,
-        group: dist.ProcessGroup | None,
-        timeout_s: float,
         rendezvous: StoreRendezvous,
+        *,
+        group: dist.ProcessGroup | None = None,
         cache: ConnectionCache | None = None,
-        call: str = "",
     ) -> None:
-        self.rank = rank
-        self.size = size
+        self.rendezvous = rendezvous
+        self.rank = rendezvous.member.rank
+        self.size = rendezvous.member.size
+        self.timeout_s = rendezvous.timeout_s
         self.host = socket.gethostname()
         self.node = node(self.host)
         self.group = group
         if cache is None:
             cache = cache_of(group) if group is not None else ConnectionCache()
         self.cache = cache
-        self.timeout_s = timeout_s
-        self._state = CallState(call)
+        self._state = CallState()
         self._nodes: Column | None = None
-        self.rendezvous = rendezvous
-        self._flag = FailureFlag(self.rendezvous, grace_s=self.grace_s, patience_s=self.patience_s)
+        self._flag = FailureFlag(rendezvous)
 
     @property
     def store(self) -> dist.Store | None:
@@ -125,12 +119,12 @@ class World:
     @property
     def grace_s(self) -> float:
         """How long, after a failure, the others get to report their errors."""
-        return grace_of(self.timeout_s)
+        return self.rendezvous.grace_s
 
     @property
     def patience_s(self) -> float:
         """Longest wait inside a step, such that wait and grace together end within `timeout_s`."""
-        return self.timeout_s - self.grace_s
+        return self.rendezvous.patience_s
 
     # Agreement
 
@@ -396,7 +390,7 @@ class World:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
         response = {"value": value, "error": wire}
         if step == 0:
-            response |= {"node": Each([self.node]), "call": self._state.call}
+            response |= {"node": Each([self.node]), "call": self.rendezvous.call}
         return write_response(self.rank, response)
 
 

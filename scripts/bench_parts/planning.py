@@ -218,5 +218,5 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
 
 def world_of(store: dist.Store, rank: int, size: int, group: dist.ProcessGroup | None = None) -> World:
     """Returns the world of a rank, whether or not there are others."""
-    rendezvous = StoreRendezvous(store, Member(rank, size, 0, "its host is gone"))
-    return World(rank=rank, size=size, group=group, timeout_s=300.0, rendezvous=rendezvous)
+    member = Member(rank, size, 0, "its host is gone")
+    return World(StoreRendezvous(store, member, call="", timeout_s=300.0), group=group)
