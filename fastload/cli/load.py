@@ -17,7 +17,8 @@ from torch import Tensor
 import fastload
 from fastload.base.devices import is_accelerator
 from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
-from fastload.comm.group import agree, from_env, initialize
+from fastload.comm.group import agree
+from fastload.comm.launch import from_env, initialize
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
 from fastload.errors import FastloadError, OptionError

@@ -14,14 +14,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
 from fastload.base.threads import in_threads
-from fastload.errors import PeerError, WorldError, some_of
+from fastload.errors import WorldError, some_of
 
 _SIOCGIFADDR = 0x8915
 
@@ -196,58 +195,6 @@ def _free_ports() -> str:
     except (OSError, ValueError):
         return "all TCP ports"
     return f"TCP ports {first} to {last}"
-
-
-def require_neighbour(store: Any, rank: int, size: int, *, host: str, num_local: int, limit_s: float) -> None:
-    """Checks that each rank can connect to one on the next host, before Gloo connects all of them.
-
-    Gloo waits five times its timeout, which torch sets to half an hour.
-
-    Args:
-        store: A ``torch.distributed.Store`` that only these ranks use.
-        rank: This rank.
-        size: Number of ranks.
-        host: Name of this host.
-        num_local: How many ranks run on it, if known.
-        limit_s: Longest wait for the connection.
-
-    Raises:
-        PeerError: Some ranks cannot connect; the same on all ranks.
-    """
-    listener = next(filter(None, map(listener_at, _gloo_addresses())), None)
-    with contextlib.closing(listener) if listener is not None else contextlib.nullcontext():
-        where = listener.getsockname()[:2] if listener is not None else None
-        store.set(f"reach/{rank}", json.dumps([host, where]))
-        other = (rank + num_local) % size
-        its_host, there = json.loads(store.get(f"reach/{other}"))
-        if where is not None and there is not None and where[0] != there[0]:
-            try:
-                require_reachable(rank, [Peer(other, its_host, *there)], limit_s=limit_s)
-            except WorldError as error:
-                store.append("reach/problems", json.dumps([rank, host, str(error)]) + "\n")
-        _meet(store, "tried", size, limit_s)
-    if not store.check(["reach/problems"]):
-        return
-    problems = sorted(json.loads(line) for line in str(store.get("reach/problems"), "ascii").splitlines())
-    _meet(store, "read", size, limit_s)  # before a rank exits that hosts the store
-    raise PeerError(
-        "the ranks cannot connect to each other: "
-        + some_of(f"rank {rank} on {host}: {text}" for rank, host, text in problems),
-        {rank: WorldError(text) for rank, _, text in problems},
-    )
-
-
-def _meet(store: Any, what: str, size: int, limit_s: float) -> None:
-    if store.add(f"reach/num_{what}", 1) == size:
-        store.set(f"reach/all_{what}", "")
-    store.wait([f"reach/all_{what}"], timedelta(seconds=4 * limit_s))
-
-
-def _gloo_addresses() -> list[str]:
-    """Returns the addresses that Gloo publishes for this rank."""
-    address = interface_address()
-    addresses = [address] if address is not None else host_addresses()
-    return [one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
 
 
 # Connections to ranks that identify themselves with a secret

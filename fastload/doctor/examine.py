@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.comm.group import Launch, join_job
+from fastload.comm.launch import Launch, join_job
 from fastload.comm.traces import compare_clocks
 from fastload.comm.world import World
 from fastload.doctor.facts import Facts, look_around

@@ -121,10 +121,6 @@ def _gpus(site: Site) -> Iterator[Finding]:
     yield _judged("GPUs", gpus, problem=problem)
 
 
-def _gpus_of(facts: Facts) -> str:
-    return f"{len(facts.gpus)} × {some_of(sorted(set(facts.gpus)))}".rstrip(" ×")
-
-
 def _interfaces(site: Site) -> Iterator[Finding]:
     def described(facts: Facts) -> str:
         name = facts.interface.partition(" ")[0]
