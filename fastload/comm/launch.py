@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -346,7 +346,7 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
     raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
 
 
-def _require_neighbour(store: dist.Store, launch: Launch) -> None:
+def _require_neighbour(store: Any, launch: Launch) -> None:
     """Checks that each rank can connect to one on the next host, before Gloo connects all of them.
 
     Gloo waits five times its timeout, which torch sets to half an hour.
@@ -378,7 +378,7 @@ def _require_neighbour(store: dist.Store, launch: Launch) -> None:
     )
 
 
-def _meet(store: dist.Store, what: str, size: int) -> None:
+def _meet(store: Any, what: str, size: int) -> None:
     if store.add(f"reach/num_{what}", 1) == size:
         store.set(f"reach/all_{what}", "")
     store.wait([f"reach/all_{what}"], timedelta(seconds=4 * _REACHING_S))

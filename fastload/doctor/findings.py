@@ -186,7 +186,7 @@ def _names(site: Site) -> Iterator[Finding]:
 def _clocks(site: Site) -> Iterator[Finding]:
     if len(_hosts(site)) == 1:
         return
-    far, rank = max((abs(offset), rank) for rank, offset in enumerate(site.clocks_s) if offset is not None)
+    far, rank = max((abs(offset), rank) for rank, offset in enumerate(site.clocks_s))
     found, problem = f"at most {format_duration(far)} from that of rank 0", ""
     if far > _FAR_CLOCK_S:
         found += f", on {site.facts[rank].host}"
