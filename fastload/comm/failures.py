@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from fastload.comm.store import Decision
+from fastload.comm.rendezvous import Decision
 from fastload.errors import (
     DeadlineExceeded,
     FastloadError,

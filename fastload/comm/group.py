@@ -13,7 +13,8 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.store import Member, StoreRendezvous
+from fastload.comm.rendezvous import StoreRendezvous
+from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
 from fastload.errors import OptionError, WorldError

@@ -19,8 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fastload.comm.hosts import Listener, Unreachable, connect, listen
+from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
 from fastload.comm.responses import join_responses
-from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, Versions
+from fastload.comm.store import Member, Versions
 from fastload.errors import FastloadError, PeerError
 
 _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tree
@@ -443,15 +444,12 @@ class TreeRendezvous(StoreRendezvous):
     ) -> None:
         versions = Versions(namespace, member)
         super().__init__(namespace, member, call=call, timeout_s=timeout_s, versions=versions)
-        self._namespace = namespace
         self._state = state
         self._thread = threading.get_ident()  # that begins the call
         self._number = 0  # of the call; 0 before it has one
         self._listener: Listener | None = None
         self._links: TreeLinks | None = None
-        self._was_in_tree = False  # the last decision
-        self._done: list[str] = []  # keys in the group's namespace to delete
-        self._last: list[str] = []  # keys there to delete once all ranks have acknowledged the last decision
+        self._last: list[str] = []  # keys to delete once all ranks have acknowledged the last decision
 
     @property
     def _parent(self) -> int | None:
@@ -486,43 +484,39 @@ class TreeRendezvous(StoreRendezvous):
             self._skip()
             decision = self._decide(proposal)
         if decision.num_came == self.member.size:
-            self._done += self._counter.expiring.rotate()
+            self._add_done(self._counter.expiring.rotate())
         elif not decision.left:
             self._expire_meeting()
         return decision
 
-    def acknowledge(self, last: LastStep, keys_left: Sequence[str]) -> None:
+    def acknowledge(self, last: LastStep) -> None:
         """As in the store; but a decision along the tree reaches all without this rank or the store."""
         keys, self._last = self._last, []
-        if self._was_in_tree and self._links is not None:
-            if self._parent is None:
-                keys += self._full(["progress", "failed"] if last.failed else ["progress"])
-            self._links.acknowledge((self._number, last.step), keys)
-            self._done += self._links.take_acknowledged()
-        else:
+        if not last.in_tree or self._links is None:
             self._state.expiring.add(keys)
-            super().acknowledge(last, keys_left)
-            keys_left = ()
-        done, self._done = self._done, []
-        if keys_left or done:
+            super().acknowledge(last)
+            return
+        if self._parent is None:
+            keys += self._full(["progress", "failed"] if last.failed else ["progress"])
+        self._links.acknowledge((self._number, last.step), keys)
+        self._add_done(self._links.take_acknowledged())
+        if self._done:
             with suppress(FastloadError):
-                self.ask("ending the call", self.grace_s, lambda: self._delete_all(keys_left, done))
+                self.ask("ending the call", self.grace_s, self._delete_done)
 
-    def _delete_all(self, keys_left: Sequence[str], done: Sequence[str]) -> None:
-        self._delete(keys_left)
-        self._delete(done, self._namespace)
+    def _add_done(self, keys: Sequence[str]) -> None:
+        self._done.update(dict.fromkeys(keys))
 
-    def withdraw(self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool) -> None:
+    def withdraw(self, last: LastStep | None, responses: Sequence[tuple[int, str]], *, at_once: bool) -> None:
         """As in the store; the others find the tree broken, and go there."""
         self.disconnect()
         with suppress(FastloadError):
             if not self._number:
                 self._take_number()
-            self._state.expiring.add(self._last + self._done)
+            self._state.expiring.add([*self._last, *self._done])
             if responses[0][0] == 0:
                 self._skip_decided("leaving")
-            last = None if self._was_in_tree else last
-            super().withdraw(last, responses, at_once=at_once)
+            super().withdraw(None if last and last.in_tree else last, responses, at_once=at_once)
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
         """As in the store."""
@@ -548,6 +542,7 @@ class TreeRendezvous(StoreRendezvous):
     def _take_number(self) -> None:
         """Gives the call the next number, in whose namespace this rank is from now on."""
         self._number = next(self._counter.numbers)
+        self._prefix = f"{self._number}/"
         self._store, self._responded = dist.PrefixStore(str(self._number), self._namespace), -1
 
     def _skip(self) -> None:
@@ -568,10 +563,6 @@ class TreeRendezvous(StoreRendezvous):
 
     def _expire_meeting(self) -> None:
         self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))
-
-    def _full(self, keys: Sequence[str]) -> list[str]:
-        """Returns keys of this call as they are called in the group's namespace."""
-        return [f"{self._number}/{key}" for key in keys]
 
     # A step
 
@@ -598,13 +589,12 @@ class TreeRendezvous(StoreRendezvous):
                 else:
                     if tries:
                         self._state.replace(links)
-                        self._done += self._state.expiring.rotate()
+                        self._add_done(self._state.expiring.rotate())
                     return decision
         except BaseException:
             self.disconnect()
             raise
         decision = super().decide(proposal, since=since)
-        self._was_in_tree = decision.in_tree
         if tries and not decision.failed and not decision.in_tree:
             self._state.num_tries += 1  # all ranks were there, and could not connect
         return decision
@@ -625,7 +615,7 @@ class TreeRendezvous(StoreRendezvous):
             text = Decision.write(wait_s, table, in_tree=True)
             if self.ask(what, self.timeout_s, partial(place.settle, text)) != text:
                 raise TreeBroken  # others have decided in the store
-            self._done += self._last
+            self._add_done(self._last)
             self._last = self._full([place.decision])
         else:
             links.send([self._parent], tag, table, attachment)
@@ -633,7 +623,6 @@ class TreeRendezvous(StoreRendezvous):
         links.send(self._children, tag, text, attachment)
         with suppress(TreeBroken):  # the ranks below notice it themselves
             links.flush(self._children, look)
-        self._was_in_tree = True
         return Decision.from_text(text, self.member.size, attachment)
 
     def _looking(self, step: int, wait_s: float) -> Callable[[], float]:
@@ -705,7 +694,7 @@ class TreeRendezvous(StoreRendezvous):
         if self._listener is None:
             self._listener, address = listen(self.member.rank, self._namespace)
             key = f"at/{self.member.rank}"
-            self._done += self._full([key])
+            self.delete_at_end([key])
             self.ask(what, self.timeout_s, lambda: self._store.set(key, address))
 
     def _stop_listening(self) -> None:

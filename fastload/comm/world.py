@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,8 +22,9 @@ from fastload.base.threads import await_done
 from fastload.comm.cache import ConnectionCache, cache_of
 from fastload.comm.failures import logged, raise_failures, require_left, require_same_call
 from fastload.comm.hosts import host_of, node
+from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
 from fastload.comm.responses import Column, Each, write_response
-from fastload.comm.store import Decision, FailureFlag, LastStep, Proposal, StoreRendezvous
+from fastload.comm.store import FailureFlag
 from fastload.errors import to_wire
 
 if TYPE_CHECKING:
@@ -45,14 +46,12 @@ class CallState:
     Attributes:
         step: Number of the next step.
         last: The step before it, until its decision is acknowledged.
-        keys_left: Keys that this rank deletes at the end of the call.
         under_way: Number of the step that this rank waits in, if any.
         has_left: Whether this rank has left the call.
     """
 
     step: int = 0
     last: LastStep | None = None
-    keys_left: list[str] = field(default_factory=list)
     under_way: int | None = None
     has_left: bool = False
 
@@ -157,7 +156,7 @@ class World:
         state.under_way = None  # an interrupt from here on does not concern this step
         self._nodes = decision.nodes or self._nodes
         num_others = decision.num_came - (decision.response_of(self.rank) is not None)
-        state.last = LastStep(step, num_others, decision.failed)
+        state.last = LastStep(step, num_others, decision.failed, decision.in_tree)
         if step == 0 and not decision.failed:
             require_same_call(decision)
         return decision
@@ -246,11 +245,9 @@ class World:
         Call it when a call has ended well; one that fails does so itself. A rank that hosts the store waits
         for the others.
         """
-        state = self._state
-        keys_left, state.keys_left = state.keys_left, []
-        last, state.last = state.last, None
+        last, self._state.last = self._state.last, None
         if last is not None:
-            self.rendezvous.acknowledge(last, keys_left)
+            self.rendezvous.acknowledge(last)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -326,8 +323,8 @@ class World:
 
     def show_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for several ranks, which `take_bytes` and `keep` them, until the end of the call."""
-        left = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
-        self._state.keys_left += left
+        keys = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        self.rendezvous.delete_at_end(keys)
 
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns the bytes that a rank has left; None if it has left none."""
@@ -335,8 +332,7 @@ class World:
 
     def tally(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share until the end of the call, and returns it."""
-        if key not in self._state.keys_left:
-            self._state.keys_left.append(key)
+        self.rendezvous.delete_at_end([key])
         return self.rendezvous.count(what, key, more, limit_s=self.patience_s)
 
     # Failures outside of an agreement
@@ -364,7 +360,7 @@ class World:
             steps = [state.under_way] if state.under_way is not None else []
             steps.append(state.take_step())
             self.rendezvous.withdraw(
-                last.step if last is not None else None,
+                last,
                 [(step, self._respond(None, error, step)) for step in steps],
                 at_once=not isinstance(error, Exception),
             )

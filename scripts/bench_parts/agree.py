@@ -23,8 +23,9 @@ from fastload.base.threads import within
 from fastload.comm.cache import ConnectionCache
 from fastload.comm.failures import require_same
 from fastload.comm.group import join_in
+from fastload.comm.rendezvous import Decision
 from fastload.comm.responses import Each, join_responses, write_response
-from fastload.comm.store import Decision, Member
+from fastload.comm.store import Member
 from fastload.comm.tree import TreeLinks
 from fastload.report import RankReport
 

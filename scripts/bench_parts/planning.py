@@ -16,8 +16,9 @@ import xxhash
 
 from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
+from fastload.comm.rendezvous import StoreRendezvous, StoreStep
 from fastload.comm.responses import write_response
-from fastload.comm.store import Member, StoreRendezvous, StoreStep
+from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.estimate.parallel import Cut, Model, Parallel, requests_of

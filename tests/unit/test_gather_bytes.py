@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.store import Member, StoreRendezvous
+from fastload.comm.rendezvous import StoreRendezvous
+from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import FastloadError
 

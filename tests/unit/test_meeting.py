@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from fastload.comm.launch import _in_this_incarnation
+from fastload.comm.rendezvous import StoreStep
 from fastload.comm.responses import write_response
-from fastload.comm.store import StoreStep
 
 
 @pytest.fixture
