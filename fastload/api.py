@@ -25,19 +25,6 @@ from fastload.storage import Location, PatientStorage, locate, name_of, open_pat
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.handle import SaveHandle
 
-__all__ = [
-    "async_save",
-    "inspect",
-    "load",
-    "open",
-    "prefetch",
-    "save",
-    "save_stream",
-    "seal",
-    "stage",
-    "verify",
-]
-
 Path = str | os.PathLike[str]
 
 

@@ -7,34 +7,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointExists",
-    "CheckpointNotFound",
-    "ChecksumError",
-    "DeadlineExceeded",
-    "FastloadError",
-    "IncompleteCheckpoint",
-    "Interrupted",
-    "ManifestError",
-    "MismatchError",
-    "OptionError",
-    "PeerError",
-    "PlanMismatch",
-    "ReplicaMismatch",
-    "StateChanged",
-    "StorageError",
-    "UnsupportedVersion",
-    "WorldError",
-    "blames_checkpoint",
-    "first_lines",
-    "from_wire",
-    "proves_damage",
-    "some_of",
-    "to_wire",
-]
-
-
 _WIRE_BYTES = 1 << 20
 _NUM_LINES = 20
 

@@ -21,7 +21,8 @@ from torch import Tensor
 import fastload
 from fastload.base.memory import byte_view, host_view
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
-from fastload.comm.group import agree, initialize, join
+from fastload.comm.group import agree, join
+from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
 from fastload.estimate.units import count
