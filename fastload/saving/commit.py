@@ -11,7 +11,7 @@ from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.saving.call import SaveCall
 from fastload.saving.layout import Layout, LayoutFile
-from fastload.saving.per_rank import PerRankFiles
+from fastload.saving.per_rank import PerRankFiles, collect_own
 from fastload.saving.plan import SavePlan
 from fastload.saving.write import WriteReceipt, WriteResult, collect_receipts
 
@@ -40,7 +40,9 @@ def commit(
         CheckpointExists: Another save has made this checkpoint.
     """
     state, layout, target = plan.state, plan.state.layout, plan.target
-    structure, own = state.own.gather(state.content.structure, block_bytes=layout.block_bytes)
+    structure, own = collect_own(
+        call.world, call.what, state.own, state.content.structure, layout.block_bytes
+    )
     receipts = collect_receipts(call.world, plan.group, result, what=call.what)
     record = Record(
         block_bytes=layout.block_bytes,

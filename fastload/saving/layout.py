@@ -15,9 +15,10 @@ dtypes.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from fastload.formats.safetensors.header import (
 )
 from fastload.geometry.blocks import Block, Blocks, good_block_bytes
 from fastload.geometry.ranges import Space
+from fastload.options import SaveOptions
 
 HEADER_METADATA = {"format": "pt"}
 """The ``__metadata__`` of the files of a checkpoint, which transformers requires."""
@@ -185,6 +187,21 @@ def lay_out(
         block_bytes = good_block_bytes(sum(spec.nbytes for spec in specs))
     index = build_index({file.name: file.tensors for file in files}) if len(files) > 1 else None
     return Layout(files, block_bytes, index)
+
+
+def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions, stem: str = MODEL_STEM) -> Layout:
+    """Lays tensors out in files by the options, or in one file of another name; raises as `lay_out`."""
+    max_shard_bytes = options.max_shard_bytes if stem == MODEL_STEM else sys.maxsize
+    return _lay_out_files(tuple(specs), max_shard_bytes, options.block_bytes, stem)
+
+
+@lru_cache(maxsize=2)  # a training saves the same state again, or two in turn
+def _lay_out_files(
+    specs: tuple[TensorSpec, ...], max_shard_bytes: int, block_bytes: int | None, stem: str
+) -> Layout:
+    return lay_out(
+        specs, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=HEADER_METADATA, stem=stem
+    )
 
 
 class _Row(NamedTuple):

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import OptionError
-from fastload.saving.agree import SaveAgreement
+from fastload.saving.agree import RankState, SaveAgreement
 from fastload.saving.call import SaveCall
-from fastload.saving.describe import RankState
 from fastload.saving.layout import Layout
 from fastload.saving.messages import MessagePlan, plan_messages
 from fastload.saving.shard_map import ShardMap

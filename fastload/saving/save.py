@@ -21,11 +21,10 @@ from fastload.errors import FastloadError
 from fastload.formats.names import MODEL_STEM
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
-from fastload.saving.agree import SaveAgreement, agree, has_to_meet, predict
+from fastload.saving.agree import SaveAgreement, agree, describe, has_to_meet, predict
 from fastload.saving.call import SaveCall, make_call
 from fastload.saving.commit import commit
 from fastload.saving.delta import DeltaPlan, plan_delta
-from fastload.saving.describe import describe
 from fastload.saving.handle import SaveHandle
 from fastload.saving.overlap import OverlappedSnapshot
 from fastload.saving.per_rank import PerRankFiles

@@ -22,6 +22,7 @@ from fastload.geometry.blocks import Block
 from fastload.saving.call import SaveCall
 from fastload.saving.exchange import PartAssembler
 from fastload.saving.layout import FileRange
+from fastload.saving.per_rank import show_own
 from fastload.saving.plan import SavePlan
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterGroup, WriterShare
@@ -215,7 +216,7 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: Pe
         if snapshot is not None:
             snapshot.require_unchanged()
         packed = _hand_in(world, plan.group, receipt, what=call.what)
-        plan.state.own.show()
+        show_own(world, call.what, plan.state.own)
         nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
         found.append(WriteResult(receipt, (), writer.watch.seconds, writer.flush_s, nbytes))
         return packed
