@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from fastload.formats.names import RECORD_NAME
-from fastload.memory_tier.copies import send_copies
-from fastload.memory_tier.groups import CopyPlan, plan_copies
+from fastload.memory_tier.copies import CopyPlan, plan_copies, send_copies
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.saving.agree import agree
 from fastload.saving.call import SaveCall
-from fastload.saving.commit import commit
 from fastload.saving.plan import SavePlan
 from fastload.saving.save import BegunSave, until_the_end
-from fastload.saving.write import open_pending, write
+from fastload.saving.write import commit, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
 from fastload.storage.memory_target import HostPart, MemoryTarget, Published
@@ -100,7 +98,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         copies = plan_copies(call.directories, world.rank, call.num_copies)
         names = [file.name for file in plan.state.layout.files]
         target.expect(_host_part(call, plan, copies, names))
-        written = write(call, plan, begun.snapshot, open_pending(call, plan))
+        written = write(call, plan, begun.snapshot)
         copied_bytes = 0
         if copies.num_hosts > 1 and call.num_copies > 1:
             copied_bytes = send_copies(world, call.what, target, copies, share.parts, names)

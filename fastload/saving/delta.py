@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -47,13 +46,13 @@ from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall, base_name
-from fastload.saving.exchange import PartAssembler
+from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import HEADER_METADATA, FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot, StateReader
 from fastload.saving.split import WriterShare
-from fastload.saving.write import connect
+from fastload.saving.write import BlockPieces, work_on_parts
 from fastload.storage import Location, PatientStorage, locate
 
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -224,7 +223,10 @@ class _FoundBlocks(NamedTuple):
 def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base) -> dict[int, _FoundBlocks]:
     """Returns the blocks of this rank's share by the first number, once all ranks have compared theirs."""
     world = call.world
-    wire = connect(call, plan)
+    wire = None
+    if plan.depths.exchanges:
+        what, sends = f"{call.what}: connecting the ranks", bool(plan.messages.outgoing)
+        wire, _ = connect(world, what, plan.messages.partners, lambda: None, sends=sends)
     assembler = PartAssembler(world, plan, snapshot, wire)
     comparer = _Comparer(call, plan, base)
 
@@ -295,19 +297,16 @@ class _Comparer:
             Interrupted: Another rank failed.
         """
         cutter = _BlockCutter(self._layout.blocks_of(share.ranges))
-        under_way: deque[tuple[int, Future[None]]] = deque()
-        for index, part in enumerate(share.parts):
-            while under_way and under_way[0][0] + source.depth <= index:
-                self._await(under_way.popleft()[1])
+
+        def begin(index: int) -> Callable[[], None] | None:
+            part = share.parts[index]
             if in_place is None:
                 blocks = cutter.feed(part, source.part(index))
             else:
                 blocks = [] if index in share.tails else self._cut(part, in_place)
-            if blocks:
-                under_way.append((index, self._workers.submit(partial(self._compare, blocks))))
-            del blocks
-        while under_way:
-            self._await(under_way.popleft()[1])
+            return partial(self._compare, blocks) if blocks else None
+
+        work_on_parts(self._world, self._workers, share.parts, source.depth, begin, self._late)
 
     def close(self) -> bool:
         """Ends the threads; returns whether all calls have ended."""
@@ -322,13 +321,7 @@ class _Comparer:
             found.append(_Run(blocks, tensors[number][begin : begin + _length(blocks)]))
         return found
 
-    def _await(self, work: Future[None]) -> None:
-        try:
-            self._world.await_work(work, self._overdue)
-        finally:
-            del work  # else error → traceback → frame → work → error would keep all their memory alive
-
-    def _overdue(self) -> StorageError:
+    def _late(self, _: FileRange) -> StorageError:
         return StorageError(
             f"storage did not answer within {self._world.patience_s:.1f} s", url=self._base.manifest.url
         )
@@ -398,26 +391,20 @@ class _BlockCutter:
     """
 
     def __init__(self, blocks: Iterator[Block]) -> None:
-        self._blocks = blocks
-        self._block = next(blocks, None)
+        self._pieces = BlockPieces(blocks)
         self._begun = bytearray()
 
     def feed(self, part: FileRange, data: memoryview) -> list[_Run]:
         """Returns the blocks that end in the next part, which are adjacent."""
         found, complete = [], list[Block]()
-        while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
-            begin = block.offset + len(self._begun) - part.begin
-            end = block.offset + block.nbytes - part.begin
-            if end > len(data):
-                self._begun += data[begin:]
-                break
-            if self._begun:
-                self._begun += data[begin:end]
+        for block, piece, ends in self._pieces.feed(part, data):
+            if len(piece) == block.nbytes:
+                complete.append(block)
+                continue
+            self._begun += piece
+            if ends:
                 found.append(_Run([block], memoryview(self._begun)))
                 self._begun = bytearray()
-            else:
-                complete.append(block)
-            self._block = next(self._blocks, None)
         if complete:
             begin = complete[0].offset - part.begin
             found.append(_Run(complete, data[begin : begin + _length(complete)]))

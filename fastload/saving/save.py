@@ -23,7 +23,6 @@ from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import SaveAgreement, agree, describe, has_to_meet, predict
 from fastload.saving.call import SaveCall, make_call
-from fastload.saving.commit import commit
 from fastload.saving.delta import DeltaPlan, plan_delta
 from fastload.saving.handle import SaveHandle
 from fastload.saving.overlap import OverlappedSnapshot
@@ -31,7 +30,7 @@ from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import Snapshot
-from fastload.saving.write import WriteResult, open_pending, write
+from fastload.saving.write import WriteResult, commit, write
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
         changes, snapshot = plan_delta(call, plan, begun.snapshot, agreed), begun.snapshot
         if changes.plan is not None:
             plan, snapshot = changes.plan, None
-        written = write(call, plan, snapshot, open_pending(call, plan))
+        written = write(call, plan, snapshot)
     publishing = partial(_publish, call, begun, plan, changes, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
     call.tracing.write({"what": call.what, "nbytes": plan.state.layout.nbytes})

@@ -290,7 +290,7 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
 
 STAGES = {
     "copying": (MemoryTarget, "write"),
-    "sending": (copies._CopyExchange, "_read"),
+    "sending": (MemoryTarget, "read"),
     "before recording": (JobFolder, "record"),
     "after recording": (JobFolder, "touch"),
 }
