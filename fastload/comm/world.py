@@ -80,6 +80,18 @@ class CallState:
         return last
 
 
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Joins some bytes, for `split_parts`."""
+    return b"".join([json.dumps([len(part) for part in parts]).encode(), b"\n", *parts])
+
+
+def split_parts(joined: bytes) -> list[bytes]:
+    """Returns what `join_parts` has joined."""
+    lengths, _, parts = joined.partition(b"\n")
+    ends = accumulate(json.loads(lengths), initial=0)
+    return [parts[begin:end] for begin, end in pairwise(ends)]
+
+
 class World:
     """The ranks that make one call together, seen from one of them; a process alone is a world of 1.
 
@@ -336,13 +348,9 @@ class World:
                 require_left(what, self.take_bytes(what, place, rank, keep=True), rank)
                 for rank in sources.values()
             ]
-            return b"".join([json.dumps([len(data) for data in found]).encode(), b"\n", *found])
+            return join_parts(found)
 
-        lengths, _, joined = self.share(what, 0, join).partition(b"\n")
-        ends = list(accumulate(json.loads(lengths), initial=0))
-        found = {
-            digest: joined[begin:end] for digest, (begin, end) in zip(sources, pairwise(ends), strict=True)
-        }
+        found = dict(zip(sources, split_parts(self.share(what, 0, join)), strict=True))
         return [found[digest] for digest in digests]
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:

@@ -135,7 +135,7 @@ def send_copies(
     copies: CopyPlan,
     parts: Sequence[FileRange],
     names: Sequence[str],
-) -> int:
+) -> None:
     """Sends this rank's share to other hosts, and writes the shares that it receives.
 
     The share is read back from the memory tier, since the training's state may have changed.
@@ -147,9 +147,6 @@ def send_copies(
         copies: Which ranks this one sends to and receives from.
         parts: The ranges that this rank has written.
         names: Names of the files.
-
-    Returns:
-        Number of bytes received.
 
     Raises:
         FastloadError: Some rank failed.
@@ -175,23 +172,22 @@ def send_copies(
     writers = [copy.peer for copy in outgoing]
     exchange = MessageExchange(world, wire, writers, read, num_outgoing=_NUM_OUTGOING)
 
-    def move() -> int:
+    def move() -> None:
         incoming = [_copies_of(world, what, source, names) for source in copies.sources]
         for of_source in incoming:
             target.reserve((copy.name, copy.begin, copy.end) for copy in of_source)
         exchange.open()
-        received_bytes = _receive(exchange, incoming, target)
+        _receive(exchange, incoming, target)
         exchange.finish()
-        return received_bytes
 
     try:
-        return world.settle(what, move)[world.rank]
+        world.settle(what, move)
     finally:
         exchange.close()
 
 
-def _receive(exchange: MessageExchange, incoming: Sequence[Sequence[_Copy]], target: MemoryTarget) -> int:
-    """Receives the copies of each source, and writes them; returns their bytes."""
+def _receive(exchange: MessageExchange, incoming: Sequence[Sequence[_Copy]], target: MemoryTarget) -> None:
+    """Receives the copies of each source, and writes them."""
     # One part of each source at a time, as each source sends one to each of its targets in turn.
     batches = [[copy for copy in batch if copy is not None] for batch in zip_longest(*incoming)]
     messages = [[(copy.peer, copy.nbytes) for copy in batch] for batch in batches]
@@ -202,7 +198,6 @@ def _receive(exchange: MessageExchange, incoming: Sequence[Sequence[_Copy]], tar
         exchange.wait(arrived, "copies of other hosts' shares")
         for copy, content in zip(batch, data, strict=True):
             target.write(copy.name, copy.begin, host_view(content))
-    return sum(lengths)
 
 
 def _copies_of(world: World, what: str, source: int, names: Sequence[str]) -> list[_Copy]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
+from fastload.comm.world import join_parts, split_parts
 from fastload.formats.names import RECORD_NAME
 from fastload.memory_tier.copies import CopyPlan, plan_copies, send_copies
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
@@ -24,23 +25,15 @@ from fastload.storage.memory_target import HostPart, MemoryTarget, Published
 
 @dataclass(frozen=True)
 class TierSaveReport:
-    """What one rank did in a save to memory.
+    """How long one rank took for a save to memory.
 
     Attributes:
         step: Its step.
-        nbytes: Length of all files.
-        share_bytes: Length of this rank's share.
-        copied_bytes: Bytes received from other hosts.
-        num_hosts: Number of hosts.
         stall_s: Seconds that training was blocked.
         total_s: Seconds from the call until the checkpoint existed.
     """
 
     step: int
-    nbytes: int
-    share_bytes: int
-    copied_bytes: int
-    num_hosts: int
     stall_s: float
     total_s: float
 
@@ -99,9 +92,8 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         names = [file.name for file in plan.state.layout.files]
         target.expect(_host_part(call, plan, copies, names))
         written = write(call, plan, begun.snapshot)
-        copied_bytes = 0
         if copies.num_hosts > 1 and call.num_copies > 1:
-            copied_bytes = send_copies(world, call.what, target, copies, share.parts, names)
+            send_copies(world, call.what, target, copies, share.parts, names)
 
         def publish() -> bytes:
             commit(call, plan, written, agreed.metadata)
@@ -109,8 +101,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
             return _pack(target.published)
 
         published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
-        nbytes = plan.state.layout.nbytes
-        manifest = _host_manifest(call, nbytes, published, copies).to_bytes()
+        manifest = _host_manifest(call, plan.state.layout.nbytes, published, copies).to_bytes()
 
         def record() -> None:
             if copies.leads:
@@ -122,15 +113,8 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         call.job.retire(call.name)
     assert begun.stall_s is not None
     assert begun.snapshot is not None
-    return TierSaveReport(
-        call.step,
-        nbytes,
-        sum(part.nbytes for part in share.parts),
-        copied_bytes,
-        copies.num_hosts,
-        begun.stall_s + begun.snapshot.waited_s,
-        time.perf_counter() - call.began,
-    )
+    stall_s = begun.stall_s + begun.snapshot.waited_s
+    return TierSaveReport(call.step, stall_s, time.perf_counter() - call.began)
 
 
 def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> HostPart:
@@ -161,15 +145,11 @@ def _pack(published: Published) -> bytes:
     }
     whole = tuple(name for name, _ in published.small_files if name != RECORD_NAME)
     files = [*published.small_files, (TABLE_NAME, ShareTable(shares, whole).to_bytes())]
-    head = json.dumps([published.written, [(name, len(content)) for name, content in files]]).encode()
-    return b"".join([head, b"\n", *(content for _, content in files)])
+    head = json.dumps([published.written, [name for name, _ in files]]).encode()
+    return join_parts([head, *(content for _, content in files)])
 
 
 def _unpack(packed: bytes) -> Published:
-    head, _, contents = packed.partition(b"\n")
-    written, lengths = json.loads(head)
-    files, position = [], 0
-    for name, nbytes in lengths:
-        files.append((name, contents[position : position + nbytes]))
-        position += nbytes
-    return Published(written, files)
+    head, *contents = split_parts(packed)
+    written, names = json.loads(head)
+    return Published(written, list(zip(names, contents, strict=True)))

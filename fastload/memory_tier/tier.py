@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import xxhash
 
@@ -35,18 +36,6 @@ LEFT_S = 24 * 3600.0
 _ELEMENT_BYTES = 16  # blocks of shares must end between elements
 
 
-class CheckpointStore(Protocol):
-    """The checkpoints of a job on storage."""
-
-    def target(self, step: int) -> Target:
-        """Opens write access to the checkpoint of a step."""
-        ...
-
-    def newest(self) -> tuple[int, int] | None:
-        """Returns branch and step of the newest complete checkpoint, or None."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TierJob:
     """The job that a memory tier belongs to.
@@ -60,7 +49,8 @@ class TierJob:
         options: How to save to storage.
         incarnation: A random name of this start of the job.
         run: The random name of the run, 16 hex digits.
-        store: The checkpoints on storage.
+        open_target: Opens write access to the checkpoint of a step on storage.
+        find_newest: Returns branch and step of the newest complete checkpoint on storage, or None.
     """
 
     world: World
@@ -71,7 +61,8 @@ class TierJob:
     options: SaveOptions
     incarnation: str
     run: str
-    store: CheckpointStore
+    open_target: Callable[[int], Target]
+    find_newest: Callable[[], tuple[int, int] | None]
 
 
 class TierSave:
@@ -280,7 +271,7 @@ class MemoryTier:
         """Returns the unit in which storage cuts files; None if storage does not answer."""
         if largest_bytes not in self._units:
             self._units[largest_bytes] = None
-            with suppress(FastloadError), closing(self._job.store.target(0)) as target:
+            with suppress(FastloadError), closing(self._job.open_target(0)) as target:
                 self._units[largest_bytes] = target.align_bytes(largest_bytes)
         return self._units[largest_bytes]
 
@@ -291,15 +282,15 @@ class MemoryTier:
             FastloadError: It failed.
         """
         self.settle()
-        store, what = self._job.store, "flushing the memory tier to storage"
+        job, what = self._job, "flushing the memory tier to storage"
         complete = [found for found in survey(world, what, self._folder) if found.is_complete]
-        [newest, *_] = world.agree(what, lambda: store.newest() if world.rank == 0 else None)
+        [newest, *_] = world.agree(what, lambda: job.find_newest() if world.rank == 0 else None)
         if not complete or (newest is not None and tuple(newest) >= complete[-1].point):
             return
         found = complete[-1]
-        if self._job.options.shared is False:
-            raise StorageError("with shared=False each host has its own copy there", url=self._job.root.url)
-        flush(world, self._folder, found, lambda: store.target(found.step), self._job.options)
+        if job.options.shared is False:
+            raise StorageError("with shared=False each host has its own copy there", url=job.root.url)
+        flush(world, self._folder, found, partial(job.open_target, found.step), job.options)
         self.flushed = found.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", found.step)

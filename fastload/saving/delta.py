@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.base.threads import Workers
+from fastload.comm.world import join_parts, split_parts
 from fastload.errors import CheckpointError, OptionError, StorageError
 from fastload.formats.delta import (
     COUNTS,
@@ -151,21 +152,15 @@ def _share_chain(
         folders = [place.sibling("_").url for place in places]
         if len({folder for before, folder in pairwise(folders) if folder != before}) > 1:
             why, chain = "the checkpoints of its chain would be in more than two directories", []
-        packed = [manifest.to_bytes() for _, manifest in chain]
         head = {
             "why_complete": why,
             "names": [base_name(place, call.location) for place, _ in chain],
             "near": [before == folder for before, folder in pairwise(folders[1:])],
-            "lengths": [len(each) for each in packed],
         }
-        return b"".join([json.dumps(head).encode(), b"\n", *packed])
+        return join_parts([json.dumps(head).encode(), *(manifest.to_bytes() for _, manifest in chain)])
 
-    text, _, packed = call.world.share(f"{call.what}: reading its base", 0, read).partition(b"\n")
-    head, found, begin = json.loads(text), [], 0
-    for length in head["lengths"]:
-        found.append(Manifest.from_bytes(packed[begin : begin + length]))
-        begin += length
-    return head, found
+    head, *manifests = split_parts(call.world.share(f"{call.what}: reading its base", 0, read))
+    return json.loads(head), list(map(Manifest.from_bytes, manifests))
 
 
 def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.comm.failures import require_left
-from fastload.comm.world import World
+from fastload.comm.world import World, join_parts, split_parts
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.names import OWN_STEM
@@ -56,7 +56,7 @@ def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, si
             "ranks; larger state that differs between ranks is for sharded saves"
         )
     parts = [host_bytes(tensor.detach().cpu()) for tensor in tensors.values()]
-    return b"".join([len(text).to_bytes(4, "little"), text, *parts])
+    return join_parts([text, *parts])
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,12 @@ def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> 
     """
     values, specs, data = [], [], {}
     for each in packed:
-        begin = 4 + int.from_bytes(each[:4], "little")
-        own_values, own_specs = json.loads(each[4:begin])
+        text, *contents = split_parts(each)
+        own_values, own_specs = json.loads(text)
         values.append(own_values)
-        for name, dtype, shape, nbytes in own_specs:
+        for (name, dtype, shape, nbytes), content in zip(own_specs, contents, strict=True):
             specs.append(TensorSpec(name, dtype, tuple(shape), nbytes))
-            data[name] = each[begin : begin + nbytes]
-            begin += nbytes
+            data[name] = content
     layout = lay_out(
         specs,
         max_shard_bytes=2 * _MAX_BYTES_OF_ALL,

@@ -263,7 +263,8 @@ class CheckpointManager:
                 options=policy.options,
                 incarnation=incarnation,
                 run=run,
-                store=self._catalog,
+                open_target=self._catalog.target,
+                find_newest=self._catalog.newest,
             )
         )
 
