@@ -37,8 +37,8 @@ from fastload.report import LoadReport
 from fastload.saving.layout import TensorSpec, lay_out_files
 from fastload.saving.merge import MergedState, gather_states
 from fastload.saving.messages import ShardRange
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import MappedShard
-from fastload.saving.snapshot import StateReader
 from fastload.storage import FileStat, PatientStorage, Storage
 from fastload.transfer.plan import StrategyChoice
 from fastload.transfer.routed_plan import HeldRange, Holders, RepeatedPlan, RoutedPlan

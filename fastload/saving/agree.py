@@ -37,8 +37,8 @@ from fastload.saving.compare import (
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
 from fastload.saving.merge import gather_states
 from fastload.saving.per_rank import pack_own
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.snapshot import StateReader
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # likewise, if the bytes have to be sent to the writer

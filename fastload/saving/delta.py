@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from fastload.formats.delta import (
     segment_elements,
     values_dtype,
 )
-from fastload.formats.manifest import Delta, Manifest, TensorEntry
+from fastload.formats.manifest import Delta, Manifest
 from fastload.formats.names import DELTA_STEM, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, checksum, record_digest
 from fastload.formats.safetensors.header import LENGTH_BYTES
@@ -50,8 +50,9 @@ from fastload.saving.call import SaveCall, base_name
 from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import HEADER_METADATA, FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.snapshot import Snapshot, StateReader
+from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
 from fastload.storage import Location, PatientStorage, locate
@@ -421,14 +422,13 @@ def _plan(
     boxes: dict[str, Any] = {}
     parts: dict[str, list[tuple[Box, Tensor]]] = {}
     for number, of_tensor in _by_tensor(layout, rows):
-        changed = _ChangedTensor(layout, number, of_tensor)
-        specs += changed.specs()
-        for name, ranges in changed.ranges().items():
-            boxes[name] = tuple((tuple(map(_box, held)), (rank,)) for rank, held in ranges.items())
-            own = ranges.get(world.rank, ())
-            parts[name] = [
-                (_box(each), changed.data(name, each.blocks, found)) for each in own if each.length
-            ]
+        runs = {rank: _runs(of_tensor, rank) for rank in sorted({row[0] for row in of_tensor})}
+        for stored in _stored_tensors(layout, number, of_tensor):
+            name = stored.spec.name
+            specs.append(stored.spec)
+            boxes[name] = tuple((stored.boxes(of_rank), (rank,)) for rank, of_rank in runs.items())
+            own = [blocks for blocks in runs.get(world.rank, ()) if stored.boxes([blocks])]
+            parts[name] = [(stored.box(blocks), stored.data(blocks, found)) for blocks in own]
     changes_layout = replace(
         lay_out(
             specs,
@@ -495,103 +495,69 @@ def _by_tensor(layout: Layout, rows: Sequence[list[list[int]]]) -> Iterator[tupl
             yield tensor, of_tensor
 
 
-class _Range(NamedTuple):
-    """Elements of a stored tensor that one rank has.
+def _runs(rows: Sequence[_Row], rank: int) -> list[range]:
+    """Returns the consecutive blocks of a tensor that a rank has compared."""
+    numbers = [number for owner, number, _, _ in rows if owner == rank]
+    runs = (list(group) for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]))
+    return [range(run[0][1], run[-1][1] + 1) for run in runs]
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """One of the stored tensors for a changed tensor.
 
     Attributes:
-        first: The first one.
-        length: Number of elements.
-        blocks: The blocks that they are from.
+        spec: Its name, dtype and shape.
+        first_block: The first block of the changed tensor.
+        firsts: For each block of that tensor, the first element that belongs to it, or to a later one; in the
+            end the number of elements.
     """
 
-    first: int
-    length: int
-    blocks: range
+    spec: TensorSpec
+    first_block: int
+    firsts: Sequence[int]
 
+    def box(self, blocks: range) -> Box:
+        """Returns the elements that belong to some blocks."""
+        first, end = (self.firsts[number - self.first_block] for number in (blocks.start, blocks.stop))
+        return Box((first,), (end - first,))
 
-def _box(held: _Range) -> Box:
-    return Box((held.first,), (held.length,))
+    def boxes(self, runs: Iterable[range]) -> tuple[Box, ...]:
+        """Returns the elements that belong to each of some runs of blocks, if there are any."""
+        return tuple(box for box in map(self.box, runs) if box.sizes != (0,))
 
-
-class _ChangedTensor:
-    """The stored tensors for one changed tensor.
-
-    Args:
-        layout: The files of the result.
-        number: Number of the tensor in `Layout.space`.
-        rows: Its blocks.
-    """
-
-    def __init__(self, layout: Layout, number: int, rows: Sequence[_Row]) -> None:
-        self._entry: TensorEntry = layout.space.ranges[number]
-        self._block_bytes = layout.block_bytes
-        self._first_block = layout.blocks.firsts[number]
-        self._num_blocks = layout.blocks.firsts[number + 1] - self._first_block
-        self._rows = rows
-        self._itemsize = element_bytes(self._entry.dtype)
-        self._segment = segment_elements(layout.block_bytes, self._itemsize)
-        sizes = {number: (values, indices) for _, number, values, indices in rows}
-        self._firsts: dict[int, tuple[int, int]] = {}
-        totals = (0, 0)
-        for block in range(self._first_block, self._first_block + self._num_blocks):
-            self._firsts[block] = totals
-            totals = totals[0] + sizes[block][0], totals[1] + sizes[block][1]
-        self._firsts[self._first_block + self._num_blocks] = totals
-        self._totals = totals
-
-    @property
-    def _num_segments(self) -> int:
-        return num_blocks(self._entry.nbytes, self._segment * self._itemsize)
-
-    def specs(self) -> list[TensorSpec]:
-        """Returns the stored tensors."""
-        name, (num_values, num_indices) = self._entry.name, self._totals
-        dtype = values_dtype(self._entry.dtype)
-        return [
-            TensorSpec(name + COUNTS, "I32", (self._num_segments,), 4 * self._num_segments),
-            TensorSpec(name + INDICES, "U16", (num_indices,), 2 * num_indices),
-            TensorSpec(name + VALUES, dtype, (num_values,), self._itemsize * num_values),
-        ]
-
-    def ranges(self) -> dict[str, dict[int, list[_Range]]]:
-        """Returns the elements of each stored tensor that each rank has."""
-        found: dict[str, dict[int, list[_Range]]] = {spec.name: {} for spec in self.specs()}
-        for rank in sorted({row[0] for row in self._rows}):
-            numbers = sorted(number for owner, number, _, _ in self._rows if owner == rank)
-            for blocks in _runs(numbers):
-                for name, of_ranks in found.items():
-                    first, end = self._first(name, blocks.start), self._first(name, blocks.stop)
-                    of_ranks.setdefault(rank, []).append(_Range(first, end - first, blocks))
-        return {
-            name: {rank: [one for one in held if one.length] for rank, held in of_ranks.items()}
-            for name, of_ranks in found.items()
-        }
-
-    def _first(self, name: str, block: int) -> int:
-        """Returns the first element of a stored tensor that belongs to a block, or to a later one."""
-        if name.endswith(VALUES):
-            return self._firsts[block][0]
-        if name.endswith(INDICES):
-            return self._firsts[block][1]
-        per_block = self._block_bytes // (self._segment * self._itemsize)
-        return min((block - self._first_block) * per_block, self._num_segments)
-
-    def data(self, name: str, blocks: range, found: Mapping[int, _FoundBlocks]) -> Tensor:
-        """Returns what this rank has of a stored tensor from some blocks."""
+    def data(self, blocks: range, found: Mapping[int, _FoundBlocks]) -> Tensor:
+        """Returns the elements that belong to some blocks, which this rank has compared."""
         parts, number = list[Tensor](), blocks.start
         while number < blocks.stop:
             numbers, changes = found[number].numbers, found[number].changes
             number = numbers.stop
             if changes is not None:
-                parts.append(changes.of(name))
-            elif name.endswith(COUNTS):
-                length = self._first(name, numbers.stop) - self._first(name, numbers.start)
-                parts.append(torch.zeros(length, dtype=torch.int32))
+                parts.append(changes.of(self.spec.name))
+            elif self.spec.name.endswith(COUNTS):
+                parts.append(torch.zeros(self.box(numbers).sizes, dtype=torch.int32))
         return torch.cat(parts)
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Yields consecutive numbers."""
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        of_run = [number for _, number in group]
-        yield range(of_run[0], of_run[-1] + 1)
+def _stored_tensors(layout: Layout, number: int, rows: Sequence[_Row]) -> list[_StoredTensor]:
+    """Returns the stored tensors for a changed tensor, by its number in `Layout.space` and its blocks."""
+    entry = layout.space.ranges[number]
+    itemsize = element_bytes(entry.dtype)
+    segment_bytes = segment_elements(layout.block_bytes, itemsize) * itemsize
+    num_segments, per_block = num_blocks(entry.nbytes, segment_bytes), layout.block_bytes // segment_bytes
+    sizes = {block: (values, indices) for _, block, values, indices in rows}  # hosts may have copies
+    segments = [min(block * per_block, num_segments) for block in range(len(sizes) + 1)]
+    values, indices = (list(accumulate(each, initial=0)) for each in zip(*sizes.values(), strict=True))
+    kinds = (
+        (COUNTS, "I32", 4, segments),
+        (INDICES, "U16", 2, indices),
+        (VALUES, values_dtype(entry.dtype), itemsize, values),
+    )
+    return [
+        _StoredTensor(
+            TensorSpec(entry.name + ending, dtype, (firsts[-1],), nbytes * firsts[-1]),
+            layout.blocks.firsts[number],
+            firsts,
+        )
+        for ending, dtype, nbytes, firsts in kinds
+    ]

@@ -22,14 +22,12 @@ from fastload.formats.names import MODEL_STEM
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import SaveAgreement, agree, describe, has_to_meet, predict
+from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import SaveCall, make_call
 from fastload.saving.delta import DeltaPlan, plan_delta
-from fastload.saving.handle import SaveHandle
-from fastload.saving.overlap import OverlappedSnapshot
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
-from fastload.saving.queue import QueuedSave
-from fastload.saving.snapshot import Snapshot
+from fastload.saving.snapshot import OverlappedSnapshot, Snapshot
 from fastload.saving.write import WriteResult, commit, write
 
 

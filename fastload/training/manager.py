@@ -14,9 +14,8 @@ from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience, SaveOptions
+from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import make_call
-from fastload.saving.handle import SaveHandle
-from fastload.saving.queue import QueuedSave
 from fastload.saving.save import save, save_in_background
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastload.comm.world import Decisions, World
-from fastload.saving.handle import SaveHandle, await_end
-from fastload.saving.queue import QueuedSave, SaveQueue
+from fastload.saving.background import QueuedSave, SaveHandle, SaveQueue, await_end
 from fastload.saving.snapshot import BufferPool
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 

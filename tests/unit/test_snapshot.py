@@ -12,8 +12,9 @@ from fastload.formats.dtypes import safetensors_spec
 from fastload.saving import snapshot
 from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.messages import ShardMessage, plan_messages
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.snapshot import BufferPool, Snapshot, StateReader, buffer_pool
+from fastload.saving.snapshot import BufferPool, Snapshot, buffer_pool
 from fastload.saving.split import WriterShare
 
 _BUFFER_BYTES = 8 * PAGE_BYTES
