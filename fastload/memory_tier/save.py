@@ -13,10 +13,9 @@ from fastload.comm.world import join_parts, split_parts
 from fastload.formats.names import RECORD_NAME
 from fastload.memory_tier.copies import CopyPlan, plan_copies, send_copies
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
-from fastload.saving.agree import agree
 from fastload.saving.call import SaveCall
 from fastload.saving.plan import SavePlan
-from fastload.saving.save import BegunSave, until_the_end
+from fastload.saving.save import BegunSave, finishing
 from fastload.saving.write import commit, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
@@ -81,10 +80,8 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
     Raises:
         FastloadError: The checkpoint exists on no host; the same error on all ranks.
     """
-    world, target, agreed = call.world, call.target, begun.agreed
-    with until_the_end(begun), world.together():
-        if agreed is None:
-            _, agreed = agree(call, lambda: begun.plan.state, went_on=True)
+    world, target = call.world, call.target
+    with finishing(call, begun) as agreed:
         # Blocks that begin in the share are written completely, so that they can be verified.
         share = replace(begun.plan.share, tails=frozenset())
         plan = replace(begun.plan, share=share)

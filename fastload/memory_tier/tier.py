@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import xxhash
@@ -158,7 +158,7 @@ class MemoryTier:
         self._num_begun = 0
         self._has_failed = False  # the last save; the first failure is a warning
         self._buffers = BufferPool(1)
-        self._units: dict[int, int | None] = {}
+        self._unit = cache(partial(_unit, job.open_target))
         self._admissions = _Admissions(job.world)
         self.emergency = EmergencyFlush(self._join("flushing the memory tier to storage"), self._flush)
 
@@ -267,14 +267,6 @@ class MemoryTier:
         except FastloadError as error:
             _log.warning("cannot remove old in-memory checkpoints: %s", error)
 
-    def _unit(self, largest_bytes: int) -> int | None:
-        """Returns the unit in which storage cuts files; None if storage does not answer."""
-        if largest_bytes not in self._units:
-            self._units[largest_bytes] = None
-            with suppress(FastloadError), closing(self._job.open_target(0)) as target:
-                self._units[largest_bytes] = target.align_bytes(largest_bytes)
-        return self._units[largest_bytes]
-
     def _flush(self, world: World) -> None:
         """Writes the newest checkpoint to storage, if storage has none as new; on all ranks.
 
@@ -304,6 +296,13 @@ class MemoryTier:
         """
         if self.last is None or self.last.wait(wait_s):  # otherwise the folder closes with the process
             _close(self._folder, remove=remove)
+
+
+def _unit(open_target: Callable[[int], Target], largest_bytes: int) -> int | None:
+    """Returns the unit in which storage cuts files; None if storage does not answer."""
+    with suppress(FastloadError), closing(open_target(0)) as target:
+        return target.align_bytes(largest_bytes)
+    return None
 
 
 class _Admissions:

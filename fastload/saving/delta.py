@@ -121,7 +121,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
     try:
         chain = list(zip(reversed(manifests), reversed(storages), strict=True))
         base = Base(head["names"][0], *layered(chain))
-        if plan.group.num_copies > 1:
+        if len(plan.leaders) > 1:
             _require_same_copy(call, storages[0], base)
         if reason := _why_complete(call, base, plan.state.layout):
             return DeltaPlan(why_complete=reason)

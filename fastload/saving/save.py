@@ -60,7 +60,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
         with _or_leave(call, met=True):
             plan = make_plan(call, encoded, agreed)
     begun = BegunSave(plan, agreed, None, None)
-    with until_the_end(begun), world.together():
+    with finishing(call, begun):
         return _write(call, begun, agreed, 0.0)
 
 
@@ -96,10 +96,8 @@ def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
     Raises:
         FastloadError: It failed, and pending files were removed; the same error on all ranks.
     """
-    plan, agreed, waited_s = begun.plan, begun.agreed, 0.0
-    with until_the_end(begun), call.world.together():
-        if agreed is None:
-            _, agreed = agree(call, lambda: plan.state, went_on=True)
+    waited_s = 0.0
+    with finishing(call, begun) as agreed:
         if call.queued is not None:
             began = time.perf_counter()
             if not _await_turn(call, call.queued):
@@ -187,10 +185,14 @@ def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
 
 
 @contextmanager
-def until_the_end(begun: BegunSave) -> Iterator[None]:
-    """Closes the target in the end; after an error removes pending files, and ends the copy of the state."""
+def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
+    """Agrees with the other ranks, if they have not met, and closes the target in the end.
+
+    After an error it removes pending files, and ends the copy of the state.
+    """
     try:
-        yield
+        with call.world.together():
+            yield begun.agreed or agree(call, lambda: begun.plan.state, went_on=True)[1]
     except BaseException:
         if begun.snapshot is not None:
             begun.snapshot.cancel()
@@ -265,7 +267,7 @@ def _report(
         num_files=len(layout.files) + own["num_files"],
         block_bytes=layout.block_bytes,
         num_writers=len(plan.group.writers),
-        num_copies=plan.group.num_copies,
+        num_copies=len(plan.leaders),
         base=changes.base,
         why_complete=changes.why_complete,
         came_instead_of=call.queued.replaced_urls() if call.queued is not None else (),

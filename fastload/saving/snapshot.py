@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from torch import Tensor
@@ -158,6 +158,122 @@ def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     return offsets, [max(length, PAGE_BYTES) for length in lengths]
 
 
+class _PieceQueue:
+    """Pieces of a snapshot, which several threads copy at once.
+
+    Args:
+        pieces: The pieces.
+
+    Attributes:
+        error: The first error of a copy, or None.
+    """
+
+    def __init__(self, pieces: Iterable[_Piece]) -> None:
+        self.error: Exception | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._pieces = deque(pieces)
+        self._num_under_way = 0
+
+    def work(self, copy: Callable[[_Piece], None]) -> bool:
+        """Copies pieces until there are none; returns whether other threads have ended, too."""
+        while True:
+            with self._changed:
+                if not self._pieces:
+                    return not self._num_under_way
+                piece = self._pieces.popleft()
+                self._num_under_way += 1
+            left: _Piece | None = piece
+            try:
+                copy(piece)
+                left = None
+            except Exception as error:
+                left = None
+                self.fail(error)
+            finally:
+                with self._changed:
+                    self._num_under_way -= 1
+                    if left is not None:  # a signal's handler raised
+                        self._pieces.append(left)
+                    if left is not None or not (self._pieces or self._num_under_way):
+                        self._changed.notify_all()
+
+    def finish(self, copy: Callable[[_Piece], None]) -> None:
+        """Copies pieces until there are none, and waits for those of other threads."""
+        while not self.work(copy):
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces or not self._num_under_way)
+
+    def fail(self, error: Exception) -> None:
+        """Drops all pieces because of an error."""
+        with self._changed:
+            self.error = self.error or error.with_traceback(None)
+            self._pieces.clear()
+
+    def clear(self) -> None:
+        """Drops all pieces."""
+        with self._changed:
+            self._pieces.clear()
+            self._changed.notify_all()
+
+
+class _ChangeCheck:
+    """Finds the tensors that change while they are copied, by their version counters.
+
+    Args:
+        versions: Name of a tensor → what has its counters, and the numbers of changes at first.
+
+    Attributes:
+        changed: Names of the changed tensors, once `compare` was called.
+    """
+
+    def __init__(self, versions: Mapping[str, Sequence[tuple[Tensor, int]]]) -> None:
+        self.changed: list[str] = []
+        self._versions: Mapping[str, Sequence[tuple[Tensor, int]]] | None = versions  # None once compared
+        self._lock = threading.Lock()
+        self._caller = threading.get_ident()
+        self._caller_was_at: object = None
+
+    def copies_ended(self) -> None:
+        """Notes where the caller's thread is when the copies end."""
+        self._caller_was_at = self._caller_position()
+
+    def compare(self) -> None:
+        """Compares the counters, once."""
+        with self._lock:
+            if self._versions is not None:
+                self.changed = [
+                    name
+                    for name, parts in self._versions.items()
+                    if any(part._version != version for part, version in parts)
+                ]
+                self._versions = None
+
+    def forget(self) -> None:
+        """Drops the references to the tensors."""
+        with self._lock:
+            self._versions = None
+
+    def await_operation(self) -> None:
+        """Waits until an operation that the caller was in when the copies ended is over.
+
+        torch counts a change when the operation ends. If the caller's thread has moved on since, or a second
+        later, there is none.
+        """
+        deadline = time.monotonic() + _LONGEST_OPERATION_S
+        while (
+            self._versions is not None
+            and self._caller_was_at is not None
+            and self._caller_position() == self._caller_was_at
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_TICK_S)
+
+    def _caller_position(self) -> object:
+        """Returns which instruction the caller's thread is at; None if it has ended."""
+        frame = sys._current_frames().get(self._caller)
+        return (id(frame), frame.f_lasti) if frame is not None else None
+
+
 class OverlappedSnapshot(Snapshot):
     """A snapshot whose large tensors are copied in the background.
 
@@ -171,27 +287,20 @@ class OverlappedSnapshot(Snapshot):
     """
 
     def _copy(self, reader: StateReader, messages: Sequence[ShardMessage]) -> None:
-        self._caller = threading.get_ident()
-        self._caller_was_at: object = None
-        self._changed = threading.Condition()  # guards what follows
-        self._pieces: deque[_Piece] = deque()
-        self._num_being_copied = 0
-        self._error: Exception | None = None
-        self._watched: dict[str, list[tuple[Tensor, int]]] | None = None  # None once they were compared
-        self._torn: list[str] = []
-        self._ended = threading.Event()
-
         numbers = dict.fromkeys(each.tensor for message in messages for each in message.ranges)
         versions = {number: reader.versions(number) for number in numbers}
+        pieces: list[_Piece] = []
         for message in messages:
             for ranges, first, last in _cut(message.ranges, versions):
                 if versions[ranges[0].tensor]:
-                    self._pieces.append((ranges, message, first, last))
+                    pieces.append((ranges, message, first, last))
                 else:
                     reader.copy(ranges, self.get(message)[first:last])
         late = [number for number, found in versions.items() if found]
         self._reader = reader.in_background(late)
-        self._watched = {reader.name_of(number): versions[number] for number in late}
+        self._changes = _ChangeCheck({reader.name_of(number): versions[number] for number in late})
+        self._queue = _PieceQueue(pieces)
+        self._ended = threading.Event()
         reader.forget()
         state_copies.add(self)
         try:
@@ -200,7 +309,9 @@ class OverlappedSnapshot(Snapshot):
         except RuntimeError:  # the system cannot start a thread
             self._run(in_background=False)
 
-    # The copy
+    def _copy_piece(self, piece: _Piece) -> None:
+        ranges, message, first, last = piece
+        self._reader.copy(ranges, self.get(message)[first:last])
 
     def _run(self, *, in_background: bool = True) -> None:
         if in_background and sys.platform == "linux":
@@ -208,52 +319,19 @@ class OverlappedSnapshot(Snapshot):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         try:
             with one_torch_thread():  # the others of OpenMP would not have this priority
-                while not self._copy_pieces():
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._pieces or not self._num_being_copied)
+                self._queue.finish(self._copy_piece)
             self._reader.settle()
         except Exception as error:
-            self._fail(error)
-        self._caller_was_at = self._caller_position()
+            self._queue.fail(error)
+        self._changes.copies_ended()
         self._reader.forget()
         self._ended.set()
-
-    def _copy_pieces(self) -> bool:
-        """Copies pieces until there are none; returns whether other threads have ended, too."""
-        while True:
-            with self._changed:
-                if not self._pieces:
-                    return not self._num_being_copied
-                piece = self._pieces.popleft()
-                self._num_being_copied += 1
-            left: _Piece | None = piece
-            try:
-                ranges, message, first, last = piece
-                self._reader.copy(ranges, self.get(message)[first:last])
-                left = None
-            except Exception as error:
-                left = None
-                self._fail(error)
-            finally:
-                with self._changed:
-                    self._num_being_copied -= 1
-                    if left is not None:  # a signal's handler raised
-                        self._pieces.append(left)
-                    if left is not None or not (self._pieces or self._num_being_copied):
-                        self._changed.notify_all()
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._error = self._error or error.with_traceback(None)
-            self._pieces.clear()
-
-    # Whoever waits for it
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until all is copied; the state may change afterwards."""
         began = time.perf_counter()
         if timeout is None:
-            self._copy_pieces()
+            self._queue.work(self._copy_piece)
         if not self._ended.wait(timeout):
             return False
         self._compare()
@@ -263,9 +341,7 @@ class OverlappedSnapshot(Snapshot):
     def hold_step(self) -> None:
         """Has the following work of this thread begin after the copy: on the host, and on its streams."""
         began = time.perf_counter()
-        if not self._copy_pieces():
-            with self._changed:
-                self._changed.wait_for(lambda: not (self._pieces or self._num_being_copied))
+        self._queue.finish(self._copy_piece)
         self._reader.streams.hold_caller()
         self._compare()
         self.waited_s += time.perf_counter() - began
@@ -273,64 +349,30 @@ class OverlappedSnapshot(Snapshot):
     def await_copies(self) -> None:
         """Waits until all bytes are copied; raises the error of the copy."""
         self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-    # Changes meanwhile
+        if self._queue.error is not None:
+            raise self._queue.error
 
     def require_unchanged(self) -> None:
         """Raises `StateChanged` if the state changed before somebody waited for the copy."""
-        self._await_operation()
+        self._changes.await_operation()
         self._compare()
-        if self._torn:
+        if changed := self._changes.changed:
             raise StateChanged(
-                f"{some_of(self._torn)} changed while the state was copied in the background, so nothing was "
+                f"{some_of(changed)} changed while the state was copied in the background, so nothing was "
                 "saved: call SaveHandle.wait_snapshot() before the change (steps of torch.optim optimizers "
                 'wait by themselves), or save with SaveOptions(snapshot="block")',
-                tuple(self._torn),
+                tuple(changed),
             )
 
     def _compare(self) -> None:
-        """Compares the version counters, once."""
-        with self._changed:
-            if self._watched is not None:
-                found = (
-                    name
-                    for name, parts in self._watched.items()
-                    if any(part._version != version for part, version in parts)
-                )
-                self._torn = list(found)
-                self._watched = None
+        self._changes.compare()
         state_copies.discard(self)
-
-    def _await_operation(self) -> None:
-        """Waits until an operation that the caller was in when the copy ended is over.
-
-        torch counts a change when the operation ends. If the caller's thread has moved on since, or a second
-        later, there is none.
-        """
-        deadline = time.monotonic() + _LONGEST_OPERATION_S
-        while (
-            self._watched is not None
-            and self._caller_was_at is not None
-            and self._caller_position() == self._caller_was_at
-            and time.monotonic() < deadline
-        ):
-            time.sleep(_TICK_S)
-
-    def _caller_position(self) -> object:
-        """Returns which instruction the caller's thread is at; None if it has ended."""
-        frame = sys._current_frames().get(self._caller)
-        return (id(frame), frame.f_lasti) if frame is not None else None
 
     def cancel(self) -> None:
         """Ends the copy, so that nobody has to wait for it."""
-        with self._changed:
-            self._pieces.clear()
-            self._changed.notify_all()
+        self._queue.clear()
         self._ended.wait()
-        with self._changed:
-            self._watched = None  # the handle of a failed save may be kept
+        self._changes.forget()  # the handle of a failed save may be kept
         state_copies.discard(self)
 
 

@@ -96,10 +96,8 @@ def _look_for_others(call: SaveCall, plan: SavePlan, tickets: Sequence[Any]) -> 
     Raises:
         OptionError: The hosts share the path, although each was to have its own copy.
     """
-    group = plan.group
-    for leader in group.leaders if call.world.rank == group.leader else ():
-        if leader == group.leader:
-            continue
+    own = plan.group.leader
+    for leader in set(plan.leaders) - {own} if call.world.rank == own else ():
         target = call.open_target()
         try:
             target.join(tickets[leader])
@@ -158,7 +156,7 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
     )
     call.tracing.follow({"write": writer.watch})
     assembler = PartAssembler(world, plan, snapshot, wire)
-    has_copies = plan.group.num_copies > 1
+    has_copies = len(plan.leaders) > 1
     found: list[WriteResult] = []
 
     def join() -> None:

@@ -356,7 +356,8 @@ class CheckpointManager:
         branch, path = self._history.branch_for(step), self.path(step)
         metadata = metadata_of(step, metrics, branch)
         if self._tier is not None and self._goes_to_memory(answer, step):
-            self._schedule.save_to_memory(partial(self._tier.save, step, branch, state, metadata))
+            save_to_memory = partial(self._tier.save, step, branch, state, metadata)
+            self._schedule.measure(save_to_memory, in_memory=True)
             self._history.note_memory(Point(branch, step))
             if not answer.save:
                 return
@@ -368,7 +369,7 @@ class CheckpointManager:
             self._raise_failed(failed)
         save = partial(self._save_to_storage, state, path, metadata, self._find_base(step))
         has_succeeded = self._pending.start(
-            request, lambda queued: self._schedule.save_to_storage(partial(save, queued))
+            request, lambda queued: self._schedule.measure(partial(save, queued))
         )
         self._catalog.damaged.discard(step)
         if self._cleaner is not None:

@@ -217,11 +217,14 @@ class _Candidate:
 
     def is_to_blame(self, error: BaseException) -> bool:
         """Whether an error of its load shows damage, so that the next candidate is tried."""
-        if self.found is None:
-            return proves_damage(error)
-        if isinstance(error, PeerError):
-            return all(map(self.is_to_blame, error.failures.values()))
-        return proves_damage(error) or isinstance(error, StorageError)
+        return proves_damage(error) if self.found is None else may_be_gone(error)
+
+
+def may_be_gone(error: BaseException) -> bool:
+    """Whether the files of a checkpoint may be damaged or missing."""
+    if isinstance(error, PeerError):
+        return bool(error.failures) and all(map(may_be_gone, error.failures.values()))
+    return proves_damage(error) or isinstance(error, StorageError)
 
 
 class CheckpointRestorer:

@@ -102,14 +102,11 @@ class SaveSchedule:
         """Whether a signal has asked the job to stop, as of the last answer."""
         return self._answer.stop
 
-    def save_to_storage(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`; the interval to the next save begins now."""
-        self._decider.save_begins()
-        return self._intervals.save_to_storage(save)
-
-    def save_to_memory(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`."""
-        return self._intervals.save_to_memory(save)
+    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
+        """Calls `save`. The interval to the next save to storage begins with one to storage."""
+        if not in_memory:
+            self._decider.save_begins()
+        return self._intervals.measure(save, in_memory=in_memory)
 
     def close(self) -> None:
         """Restores the previous signal handlers."""

@@ -49,7 +49,7 @@ class Clock:
             self.now += stall_s
             return SimpleNamespace(done=lambda: True, report=SimpleNamespace(background_s=background_s))
 
-        (pace.save_to_memory if memory else pace.save_to_storage)(save)
+        pace.measure(save, in_memory=memory)
         pace.step_done()
 
 
