@@ -82,16 +82,18 @@ class Base:
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """The plan of one rank for the changes, if there is a base that they can be saved against.
+    """The plan of one rank: for the changes, or for a complete checkpoint.
 
     Attributes:
-        plan: The plan of a sharded save of the changes; None for a complete checkpoint.
-        delta: The base, and the checksums of the result.
+        plan: The plan; for changes that of a sharded save of these.
+        snapshot: The bytes that this rank contributes; None if it reads them from the state, or for changes.
+        delta: The base, and the checksums of the result; None for a complete checkpoint.
         base: URL of the base.
         why_complete: Why the checkpoint has to be complete, although there is a base.
     """
 
-    plan: SavePlan | None = None
+    plan: SavePlan
+    snapshot: Snapshot | None = None
     delta: Delta | None = None
     base: str = ""
     why_complete: str = ""
@@ -104,7 +106,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         call: This rank's call.
         plan: The plan of a complete save.
         snapshot: The bytes that this rank contributes; None reads them from the state. Its memory is
-            released if there is a plan.
+            released if there is a plan for the changes.
         agreed: The agreement of the ranks.
 
     Raises:
@@ -112,11 +114,12 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         OptionError: Another program saved the base.
         FastloadError: The base is damaged, or some rank failed.
     """
+    complete = DeltaPlan(plan, snapshot)
     if call.find_base is None:
-        return DeltaPlan()
+        return complete
     head, manifests = _share_chain(call, call.find_base)
     if not manifests:
-        return DeltaPlan(why_complete=head["why_complete"])
+        return replace(complete, why_complete=head["why_complete"])
     storages = [call.open_storage(place) for place in _locate_chain(call, head)]
     try:
         chain = list(zip(reversed(manifests), reversed(storages), strict=True))
@@ -124,7 +127,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         if len(plan.leaders) > 1:
             _require_same_copy(call, storages[0], base)
         if reason := _why_complete(call, base, plan.state.layout):
-            return DeltaPlan(why_complete=reason)
+            return replace(complete, why_complete=reason)
         found = _find(call, plan, snapshot, base)
         return _plan(call, plan, agreed, base, found)
     finally:
@@ -445,7 +448,7 @@ def _plan(
     shard_map = ShardMap(changes_layout, world.size, boxes)
     of_changes = make_plan(call, changes_state, replace(agreed, shard_map=shard_map), target=plan.target)
     delta = Delta(base.name, base.manifest.record_digest, base.num_deltas + 1, checksums)
-    return DeltaPlan(of_changes, delta, base.manifest.url)
+    return DeltaPlan(of_changes, None, delta, base.manifest.url)
 
 
 def _pack(found: Mapping[int, _FoundBlocks]) -> bytes:

@@ -204,35 +204,32 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
 
 def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> SaveReport:
     """Writes the files, and publishes the checkpoint."""
-    world, plan = call.world, begun.plan
+    world = call.world
     call.tracing.synchronize(agreed.hosts)
     with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
-        changes, snapshot = plan_delta(call, plan, begun.snapshot, agreed), begun.snapshot
-        if changes.plan is not None:
-            plan, snapshot = changes.plan, None
-        written = write(call, plan, snapshot)
-    publishing = partial(_publish, call, begun, plan, changes, written, agreed.metadata, waited_s)
+        planned = plan_delta(call, begun.plan, begun.snapshot, agreed)
+        written = write(call, planned.plan, planned.snapshot)
+    publishing = partial(_publish, call, begun, planned, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
-    call.tracing.write({"what": call.what, "nbytes": plan.state.layout.nbytes})
+    call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
     world.acknowledge()
-    return _report(call, plan, changes, published)
+    return _report(call, planned, published)
 
 
 def _publish(
     call: SaveCall,
     begun: BegunSave,
-    plan: SavePlan,
-    changes: DeltaPlan,
+    planned: DeltaPlan,
     written: WriteResult,
     metadata: Mapping[str, str],
     waited_s: float,
 ) -> dict[str, Any]:
     """Commits the checkpoint if this rank is a leader; returns the rank's report."""
-    world = call.world
+    world, plan = call.world, planned.plan
     began = time.perf_counter()
     own = PerRankFiles()
     if world.rank == plan.group.leader:
-        own = commit(call, plan, written, metadata, changes.delta)
+        own = commit(call, plan, written, metadata, planned.delta)
         call.tracing.add("commit", began)
     call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()
@@ -255,11 +252,10 @@ def _publish(
     return {"rank": Each(rank.pack()), "own": sizes}
 
 
-def _report(
-    call: SaveCall, plan: SavePlan, changes: DeltaPlan, published: Sequence[dict[str, Any]]
-) -> SaveReport:
+def _report(call: SaveCall, planned: DeltaPlan, published: Sequence[dict[str, Any]]) -> SaveReport:
     """Merges the reports of all ranks."""
-    layout, own = plan.state.layout, published[0]["own"]  # the same on each leader
+    plan, own = planned.plan, published[0]["own"]  # the same on each leader
+    layout = plan.state.layout
     return SaveReport(
         url=call.url,
         nbytes=layout.nbytes + own["nbytes"],
@@ -268,8 +264,8 @@ def _report(
         block_bytes=layout.block_bytes,
         num_writers=len(plan.group.writers),
         num_copies=len(plan.leaders),
-        base=changes.base,
-        why_complete=changes.why_complete,
+        base=planned.base,
+        why_complete=planned.why_complete,
         came_instead_of=call.queued.replaced_urls() if call.queued is not None else (),
         ranks=Reports(SaveRankReport, published[0]["rank"]),
     )
