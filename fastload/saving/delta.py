@@ -48,7 +48,7 @@ from fastload.geometry.box import Box
 from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall, base_name
 from fastload.saving.exchange import PartAssembler, connect
-from fastload.saving.layout import HEADER_METADATA, FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
@@ -437,7 +437,6 @@ def _plan(
             specs,
             max_shard_bytes=call.options.max_shard_bytes,
             block_bytes=layout.block_bytes,
-            metadata=HEADER_METADATA,
             stem=DELTA_STEM,
         ),
         index=None,

@@ -20,7 +20,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import fill_places
-from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
+from fastload.saving.layout import LayoutFile, TensorSpec, lay_out
 
 _PLACE = "own"  # where in the store
 _MAX_BYTES = 1 << 20  # of a rank
@@ -121,7 +121,6 @@ def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> 
         specs,
         max_shard_bytes=2 * _MAX_BYTES_OF_ALL,
         block_bytes=block_bytes,
-        metadata=HEADER_METADATA,
         stem=OWN_STEM,
     )
     contents = [
