@@ -97,12 +97,15 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
             assert target.published is not None
             return _pack(target.published)
 
-        published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
-        manifest = _host_manifest(call, plan.state.layout.nbytes, published, copies).to_bytes()
+        packed = world.share(f"{call.what}: recording", plan.group.leader, publish)
+        small_names, *contents = split_parts(packed)
+        small_files = dict(zip(json.loads(small_names), contents, strict=True))
+        nbytes, table = plan.state.layout.nbytes, small_files[TABLE_NAME]
+        manifest = _host_manifest(call, nbytes, table, copies).to_bytes()
 
         def record() -> None:
             if copies.leads:
-                call.job.record(call.name, published.small_files, manifest)
+                call.job.record(call.name, list(small_files.items()), manifest)
 
         world.agree(f"{call.what}: recording", record)
         world.acknowledge()
@@ -127,11 +130,11 @@ def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequ
     )
 
 
-def _host_manifest(call: TierSaveCall, nbytes: int, published: Published, copies: CopyPlan) -> HostManifest:
-    shares = tuple(number for number, files in enumerate(published.written) if files)
+def _host_manifest(call: TierSaveCall, nbytes: int, table: bytes, copies: CopyPlan) -> HostManifest:
+    digest = xxhash.xxh3_128_hexdigest(table)
+    shares = sorted(ShareTable.parse(table, digest, call.what).shares)
     held = tuple(number for number in copies.held if number in shares)
-    [table] = [content for name, content in published.small_files if name == TABLE_NAME]
-    return HostManifest(call.branch, call.step, nbytes, shares, held, xxhash.xxh3_128_hexdigest(table))
+    return HostManifest(call.branch, call.step, nbytes, tuple(shares), held, digest)
 
 
 def _pack(published: Published) -> bytes:
@@ -139,14 +142,8 @@ def _pack(published: Published) -> bytes:
     shares = {
         number: {name: [(begin, end) for begin, end in ranges] for name, ranges in files.items()}
         for number, files in enumerate(published.written)
+        if files
     }
     whole = tuple(name for name, _ in published.small_files if name != RECORD_NAME)
     files = [*published.small_files, (TABLE_NAME, ShareTable(shares, whole).to_bytes())]
-    head = json.dumps([published.written, [name for name, _ in files]]).encode()
-    return join_parts([head, *(content for _, content in files)])
-
-
-def _unpack(packed: bytes) -> Published:
-    head, *contents = split_parts(packed)
-    written, names = json.loads(head)
-    return Published(written, list(zip(names, contents, strict=True)))
+    return join_parts([json.dumps([name for name, _ in files]).encode(), *(content for _, content in files)])

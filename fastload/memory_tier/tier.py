@@ -64,6 +64,21 @@ class TierJob:
     open_target: Callable[[int], Target]
     find_newest: Callable[[], tuple[int, int] | None]
 
+    @property
+    def tier_options(self) -> SaveOptions:
+        """How to save to memory: all ranks write, nothing is reported."""
+        options = self.options
+        return replace(
+            options,
+            writers="all",
+            shared=True,
+            overwrite=True,
+            check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
+            trace=None,
+            on_report=None,
+            progress=None,
+        )
+
 
 class TierSave:
     """A save to memory, in the background.
@@ -154,12 +169,13 @@ class MemoryTier:
         self._job = job
         self._folder = folder
         self._directories = directories
-        self._options = _tier_options(job.options)
         self._num_begun = 0
         self._has_failed = False  # the last save; the first failure is a warning
         self._buffers = BufferPool(1)
         self._unit = cache(partial(_unit, job.open_target))
-        self._admissions = _Admissions(job.world)
+        what = "waiting for rank 0: has the last save to memory ended?"
+        self._decisions = Decisions(job.world, "memory", what)
+        self._asked = -1, False  # the last step, and whether a save could begin at it
         self.emergency = EmergencyFlush(self._join("flushing the memory tier to storage"), self._flush)
 
     @property
@@ -172,10 +188,12 @@ class MemoryTier:
 
         All ranks call it at the same steps. A repeated call for a step returns the same.
         """
-        return self._admissions.admits(step, is_idle=self.last is None or self.last.done())
+        if step != self._asked[0]:
+            self._asked = step, self._decisions.share(lambda: self.last is None or self.last.done())
+        return self._asked[1]
 
     def _join(self, what: str) -> World:
-        return join(self._job.group, call=what, timeout_s=self._options.timeout_s)
+        return join(self._job.group, call=what, timeout_s=self._job.options.timeout_s)
 
     def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> TierSave:
         """Copies this rank's share of a state, which may change afterwards; saves it in the background.
@@ -191,16 +209,15 @@ class MemoryTier:
         """
         began = time.perf_counter()
         self.settle()
-        self._admissions.save_begins()
         self._num_begun += 1
         name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
         world = self._join(f"saving step {step} to memory")
         call = TierSaveCall(
             world,
-            self._job.root / f"step_{step:08d}",
+            self._job.root,
             metadata=metadata,
             storage_options=None,
-            options=self._options,
+            options=self._job.tier_options,
             raise_earlier=None,
             tracing=Tracing(world, None),
             began=began,
@@ -303,44 +320,3 @@ def _unit(open_target: Callable[[int], Target], largest_bytes: int) -> int | Non
     with suppress(FastloadError), closing(open_target(0)) as target:
         return target.align_bytes(largest_bytes)
     return None
-
-
-class _Admissions:
-    """Rank 0's decisions whether a save can begin."""
-
-    def __init__(self, world: World) -> None:
-        self._decisions = Decisions(world, "memory", "waiting for rank 0: has the last save to memory ended?")
-        self._step = -1
-        self._is_admitted = False
-        self._num_read = 0  # decisions before the last save
-
-    def admits(self, step: int, *, is_idle: bool) -> bool:
-        """Returns rank 0's decision for a step.
-
-        Args:
-            step: The step.
-            is_idle: Whether the last save has ended on this rank.
-        """
-        if step != self._step:
-            # Once the last save has ended, all ranks have read the decisions before it.
-            num_read = self._num_read if is_idle else 0
-            self._step, self._is_admitted = step, self._decisions.share(lambda: is_idle, num_read=num_read)
-        return self._is_admitted
-
-    def save_begins(self) -> None:
-        """Notes that all ranks begin a save."""
-        self._num_read = self._decisions.num_made
-
-
-def _tier_options(options: SaveOptions) -> SaveOptions:
-    """Returns the options of a save to memory: all ranks write, nothing is reported."""
-    return replace(
-        options,
-        writers="all",
-        shared=True,
-        overwrite=True,
-        check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
-        trace=None,
-        on_report=None,
-        progress=None,
-    )
