@@ -43,7 +43,7 @@ class DirectorySave:
         *,
         adapters: Collection[str] = (),
         add_files: Callable[[str], object],
-        on_publish: Callable[[], object],
+        on_publish: Callable[[], object] = lambda: None,
         process_group: Any,
         options: SaveOptions,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastload.base.memory import round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.ranges import ByteRange, Space
+from fastload.geometry.ranges import ByteRange, Space, merged
 from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.demand import deal
@@ -227,13 +227,8 @@ def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
 
 
 def _joined(ranges: Sequence[FileRange]) -> list[FileRange]:
-    joined: list[FileRange] = []
-    for file, begin, end in sorted(ranges):
-        if joined and joined[-1].file == file and joined[-1].end == begin:
-            joined[-1] = FileRange(file, joined[-1].begin, end)
-        else:
-            joined.append(FileRange(file, begin, end))
-    return joined
+    joined = merged(ByteRange(file, begin, end - begin) for file, begin, end in sorted(ranges))
+    return [FileRange(each.file, each.offset, each.end) for each in joined]
 
 
 def _held_ranges(

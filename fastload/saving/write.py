@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,13 +66,15 @@ def _prepare(call: SaveCall, plan: SavePlan) -> tuple[Wire | None, Sequence[Any]
 
 
 def _join(call: SaveCall, plan: SavePlan, tickets: Sequence[Any]) -> None:
-    """Joins the leader's files.
+    """Joins the leader's files; the leader checks that it does not see those of other groups.
 
     Raises:
-        StorageError: This rank does not see them.
+        StorageError: This rank does not see the leader's files.
+        OptionError: The hosts share the path, although each was to have its own copy.
     """
     target, leader = plan.target, plan.group.leader
     if call.world.rank == leader:
+        _require_own_path(call, tickets, set(plan.leaders) - {leader})
         return
     try:
         target.join(tickets[leader])
@@ -90,14 +92,8 @@ def _join(call: SaveCall, plan: SavePlan, tickets: Sequence[Any]) -> None:
         ) from error
 
 
-def _look_for_others(call: SaveCall, plan: SavePlan, tickets: Sequence[Any]) -> None:
-    """Checks on a leader that it does not see the files of other groups.
-
-    Raises:
-        OptionError: The hosts share the path, although each was to have its own copy.
-    """
-    own = plan.group.leader
-    for leader in set(plan.leaders) - {own} if call.world.rank == own else ():
+def _require_own_path(call: SaveCall, tickets: Sequence[Any], others: Collection[int]) -> None:
+    for leader in others:
         target = call.open_target()
         try:
             target.join(tickets[leader])
@@ -156,13 +152,8 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
     )
     call.tracing.follow({"write": writer.watch})
     assembler = PartAssembler(world, plan, snapshot, wire)
-    has_copies = len(plan.leaders) > 1
+    join, has_copies = partial(_join, call, plan, tickets), len(plan.leaders) > 1
     found: list[WriteResult] = []
-
-    def join() -> None:
-        _join(call, plan, tickets)
-        if has_copies:
-            _look_for_others(call, plan, tickets)
 
     def work() -> str | None:
         if not has_copies:

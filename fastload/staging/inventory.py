@@ -19,7 +19,7 @@ import xxhash
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.geometry.blocks import Blocks, num_blocks
-from fastload.geometry.ranges import Space
+from fastload.geometry.ranges import Space, join_adjacent
 
 
 class BlockRange(NamedTuple):
@@ -98,13 +98,9 @@ class Inventory:
         """Returns the bytes of the held blocks: name of the file → disjoint (begin, end)."""
         found: dict[str, list[tuple[int, int]]] = {}
         for run in self._runs(held, 1):
-            name, end = self.files[run.file].name, run.offset + run.nbytes
-            ranges = found.setdefault(name, [])
-            if ranges and ranges[-1][1] == run.offset:
-                ranges[-1] = (ranges[-1][0], end)
-            else:
-                ranges.append((run.offset, end))
-        return found
+            ranges = found.setdefault(self.files[run.file].name, [])
+            ranges.append((run.offset, run.offset + run.nbytes))
+        return {name: join_adjacent(ranges) for name, ranges in found.items()}
 
     def _runs(self, flags: bytes | bytearray, wanted: int) -> Iterator[BlockRun]:
         """Yields maximal runs of blocks with a flag, within ranges."""
