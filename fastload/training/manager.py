@@ -19,10 +19,11 @@ from fastload.saving.call import make_call
 from fastload.saving.save import save, save_in_background
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
-from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, RunName, metadata_of, metrics_of
+from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, metadata_of, metrics_of
+from fastload.training.history import History, Listing, RunName
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
-from fastload.training.restore import CheckpointRestorer, History, Listing
+from fastload.training.restore import CheckpointRestorer
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 

@@ -22,13 +22,14 @@ from fastload.errors import (
     OptionError,
     StorageError,
     WorldError,
+    may_be_gone,
     proves_damage,
 )
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, locate, name_of
 from fastload.training.catalog import Catalog, metrics_of
-from fastload.training.restore import History, Listing, may_be_gone
+from fastload.training.history import History, Listing
 from fastload.training.retention import Point
 
 __all__ = ["Version", "Watch", "watch"]
