@@ -23,7 +23,7 @@ from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_patiently, require_writable
 
 if TYPE_CHECKING:  # loads do not import saving
-    from fastload.saving.handle import SaveHandle
+    from fastload.saving.background import SaveHandle
 
 Path = str | os.PathLike[str]
 

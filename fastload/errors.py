@@ -182,6 +182,13 @@ def proves_damage(error: BaseException) -> bool:
     return isinstance(error, ChecksumError | IncompleteCheckpoint | CheckpointNotFound)
 
 
+def may_be_gone(error: BaseException) -> bool:
+    """Whether the files of a checkpoint may be damaged or missing."""
+    if isinstance(error, PeerError):
+        return bool(error.failures) and all(map(may_be_gone, error.failures.values()))
+    return proves_damage(error) or isinstance(error, StorageError)
+
+
 def blames_checkpoint(error: BaseException) -> bool:
     """Whether the checkpoint causes an error, whichever rank reads it."""
     return isinstance(error, CheckpointError) and not isinstance(error, MismatchError)

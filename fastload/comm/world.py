@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BLOCK = 64  # decisions that are counted together
+_DELETED_AT_ONCE = 2  # decisions; deleting takes time
 _ERROR_BYTES = 2 << 20  # of all ranks together, to fit into one value of the store
 
 
@@ -59,6 +61,18 @@ class CallState:
         """Returns the number of the next step."""
         step, self.step = self.step, self.step + 1
         return step
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Joins some bytes, for `split_parts`."""
+    return b"".join([json.dumps([len(part) for part in parts]).encode(), b"\n", *parts])
+
+
+def split_parts(joined: bytes) -> list[bytes]:
+    """Returns what `join_parts` has joined."""
+    lengths, _, parts = joined.partition(b"\n")
+    ends = accumulate(json.loads(lengths), initial=0)
+    return [parts[begin:end] for begin, end in pairwise(ends)]
 
 
 class World:
@@ -308,13 +322,9 @@ class World:
                 require_left(what, self.take_bytes(what, place, rank, keep=True), rank)
                 for rank in sources.values()
             ]
-            return b"".join([json.dumps([len(data) for data in found]).encode(), b"\n", *found])
+            return join_parts(found)
 
-        lengths, _, joined = self.share(what, 0, join).partition(b"\n")
-        ends = list(accumulate(json.loads(lengths), initial=0))
-        found = {
-            digest: joined[begin:end] for digest, (begin, end) in zip(sources, pairwise(ends), strict=True)
-        }
+        found = dict(zip(sources, split_parts(self.share(what, 0, join)), strict=True))
         return [found[digest] for digest in digests]
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
@@ -394,50 +404,65 @@ class World:
 
 
 class Decisions:
-    """Rank 0's decisions, which the other ranks read in the same call through the rendezvous store.
+    """Rank 0's decisions, which the other ranks read in the same order through the rendezvous store.
+
+    Rank 0 deletes decisions that all ranks have read: these count them in blocks.
 
     Args:
         world: The ranks.
         name: Of the decisions, in the store.
         what: They are about, for messages.
-
-    Attributes:
-        num_made: Number of decisions so far; the same on all ranks.
     """
 
     def __init__(self, world: World, name: str, what: str) -> None:
-        self.num_made = 0
         self._world = world
         self._name = name
         self._what = what
-        self._num_forgotten = 0
+        self._num_made = 0
+        self._num_read_blocks = 0
+        self._stale: list[str] = []
 
-    def share(self, decide: Callable[[], Any], *, num_read: int) -> Any:
+    def share(self, decide: Callable[[], Any]) -> Any:
         """Returns what rank 0 decides.
 
         Args:
             decide: Called on rank 0 only; returns JSON values.
-            num_read: How many of the first decisions are known to have reached all ranks.
 
         Raises:
             PeerError: Rank 0 did not come to this call in time.
         """
-        world, key = self._world, self._key(self.num_made)
-        self.num_made += 1
+        world, number, limit_s = self._world, self._num_made, self._world.patience_s
+        self._num_made += 1
         if world.rank != 0:
-            return json.loads(
-                world.rendezvous.await_text(
-                    self._what, key, 0, wait_s=world.patience_s, grace_s=world.grace_s
-                )
+            text = world.rendezvous.await_text(
+                self._what, self._key(number), 0, wait_s=limit_s, grace_s=world.grace_s
             )
+            if self._num_made % _BLOCK == 0:
+                world.rendezvous.count(self._what, self._count_key(number // _BLOCK), 1, limit_s=limit_s)
+            return json.loads(text)
         decision = decide()
         if world.size > 1:
-            forget = [self._key(old) for old in range(self._num_forgotten, num_read)]
-            self._num_forgotten = max(self._num_forgotten, num_read)
+            if number % _BLOCK == 0:
+                self._look_for_stale(number // _BLOCK)
+            forget, self._stale = self._stale[:_DELETED_AT_ONCE], self._stale[_DELETED_AT_ONCE:]
             world.rendezvous.post(
-                self._what, key, json.dumps(decision), forget=forget, limit_s=world.patience_s
+                self._what, self._key(number), json.dumps(decision), forget=forget, limit_s=limit_s
             )
         return decision
 
+    def _look_for_stale(self, num_blocks: int) -> None:
+        """Notes the next block of decisions as stale, if all ranks have read it."""
+        world, block = self._world, self._num_read_blocks
+        if block < num_blocks:
+            counter = self._count_key(block)
+            num_ranks = world.rendezvous.count(self._what, counter, 0, limit_s=world.patience_s)
+            if num_ranks == world.size - 1:
+                self._num_read_blocks += 1
+                self._stale += map(self._key, range(block * _BLOCK, (block + 1) * _BLOCK))
+                self._stale.append(counter)
+
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}"
+
+    def _count_key(self, block: int) -> str:
+        return f"{self._name}/read/{block}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
 from fastload.formats.names import ADAPTER_STEM
-from fastload.saving.handle import await_end
+from fastload.saving.background import await_end
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
 
@@ -43,7 +43,7 @@ class DirectorySave:
         *,
         adapters: Collection[str] = (),
         add_files: Callable[[str], object],
-        on_publish: Callable[[], object],
+        on_publish: Callable[[], object] = lambda: None,
         process_group: Any,
         options: SaveOptions,
     ) -> None:

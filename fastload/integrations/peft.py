@@ -73,7 +73,6 @@ def save(
         {"": tensors_of(model, adapter_name, state_to_save(model))},
         adapters=[""],
         add_files=partial(save_config, model, adapter_name),
-        on_publish=_nothing,
         process_group=process_group,
         options=replace(options or SaveOptions(), overwrite=True),
     ).wait()
@@ -157,7 +156,3 @@ def _require_adapter(model: PeftModel, adapter_name: str) -> None:
     if adapter_name not in model.peft_config:
         names = ", ".join(map(repr, model.peft_config))
         raise OptionError(f"the model has no adapter {adapter_name!r}: it has {names}")
-
-
-def _nothing() -> None:
-    pass
