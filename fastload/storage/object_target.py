@@ -13,18 +13,17 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastload.base.threads import in_threads
 from fastload.errors import CheckpointExists, DeadlineExceeded, StorageError
 from fastload.storage.base import (
-    Keys,
     Names,
     ObjectWriter,
-    Uploads,
     WritableStorage,
     Written,
     new_token,
+    pending_name,
     saved_name,
 )
 from fastload.storage.destination import replaced_names
@@ -36,6 +35,78 @@ _REFRESH_S = 60.0
 _PUBLISHING_S = 600.0  # an owner file this old belongs to a dead save, since running saves refresh theirs
 _SETTLE_S = 0.5  # longer than a request; see `OwnerFile.acquire`
 _ABANDONED_S = 24 * 3600.0  # a save of another host that began this long ago is dead
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of the objects of one save, relative to the parent of the checkpoint.
+
+    Attributes:
+        name: Name of the checkpoint.
+        token: Unique name of the save.
+    """
+
+    name: str
+    token: str
+
+    @property
+    def folder(self) -> str:
+        """Prefix of the pending objects."""
+        return pending_name(self.name, self.token)
+
+    @property
+    def owner(self) -> str:
+        """Key of the owner file: written first, deleted last."""
+        return self.pending("owner.json")
+
+    def pending(self, name: str) -> str:
+        """Returns the key of a pending file."""
+        return f"{self.folder}/{name}"
+
+    def published(self, name: str) -> str:
+        """Returns the key of a published file."""
+        return f"{self.name}/{name}"
+
+
+class Uploads(Protocol):
+    """The uploads of one save, on one rank. Raises the errors of its library.
+
+    Attributes:
+        ordered: As `Target.ordered`.
+    """
+
+    @property
+    def ordered(self) -> bool: ...
+
+    def align_bytes(self, largest_bytes: int) -> int | None:
+        """Returns the alignment as `Target.align_bytes`; a write is at most that long."""
+
+    def begin(self, keys: Keys, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Begins all uploads, on the coordinator; returns their ids by file. On errors, leaves none."""
+
+    def join(self, keys: Keys, sizes: Mapping[str, int], uploads: Mapping[str, str]) -> None:
+        """Joins uploads that the coordinator began."""
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Uploads a range of a file. Thread-safe."""
+
+    def end(self, name: str) -> None:
+        """Makes this rank's part of a file durable."""
+
+    def receipt(self) -> dict[str, Any]:
+        """Returns this rank's part of the receipts for `publish`, in JSON types."""
+
+    def publish(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
+        """Publishes a file under its name, once all ranks have uploaded it."""
+
+    def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
+        """Aborts unfinished uploads to the checkpoint of that name."""
+
+    def give_up_old(self, age_s: float) -> list[str]:
+        """Aborts uploads below the same parent that are this old and have no owner; returns their URLs."""
+
+    def close(self) -> None:
+        """Releases connections."""
 
 
 @dataclass(frozen=True, slots=True)
