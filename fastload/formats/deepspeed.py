@@ -25,13 +25,12 @@ from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES
-from fastload.formats.manifest import Manifest, Piece, TensorEntry, in_order
+from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import ZERO_FILE
-from fastload.formats.parts import join_pieces
+from fastload.formats.parts import join_manifests, join_pieces, numbered
 from fastload.formats.reading import stat_all
 from fastload.formats.state import children, leaf_of, leaves
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import join_manifests, moved
 from fastload.formats.torch_save.unpickle import sizes_of
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import decode_value, encode_value
@@ -148,7 +147,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
 
     parts = in_threads(read, names)
     files = {
-        places[name]: replace(part, tensors=tuple(moved(entry, number) for entry in part.tensors))
+        places[name]: numbered(part, number)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
     try:
@@ -157,7 +156,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         raise (
             error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
         ) from None
-    return join_manifests(storage.url, parts, in_order(tensors), {"dict": nodes}, format="deepspeed")
+    return join_manifests(storage.url, parts, tensors, {"dict": nodes}, format="deepspeed")
 
 
 def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:

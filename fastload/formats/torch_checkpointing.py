@@ -23,15 +23,13 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.formats.dcp.nesting import nested
-from fastload.formats.manifest import Manifest, TensorEntry, in_order
+from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import SHARDING_NAME, SUFFIX
-from fastload.formats.parts import TensorPart, join_parts
+from fastload.formats.parts import TensorPart, join_manifests, join_parts, nested, numbered
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.state import children, refused_node
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import join_manifests, moved
 from fastload.formats.torch_save.unpickle import PickledDict, unpickle
 from fastload.formats.torch_save.zip_file import require_few_repeated
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, is_size, parse_value, show
@@ -141,7 +139,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
                 del found[key, rank]
     differing = {key for key, each in digests.items() if len(each) > 1}
     found = {(key, rank): manifest for (key, rank), manifest in found.items() if key not in differing}
-    parts = {place: _moved(manifest, number) for number, (place, manifest) in enumerate(found.items())}
+    parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(found.items())}
     tensors: list[TensorEntry] = []
     nodes: list[Any] = []
     for key, item in metadata.items():
@@ -159,7 +157,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     return join_manifests(
         storage.url,
         [*found.values()],
-        in_order(tensors),
+        tensors,
         {"dict": nodes},
         record_digest=digest,
         format="torch_checkpointing",
@@ -195,10 +193,6 @@ def _unsharded(listing: Sequence[str], metadata: Mapping[str, ShardedItem]) -> d
 def _renamed(manifest: Manifest, key: str) -> Manifest:
     tensors = (replace(entry, name=f"{key}.{entry.name}") for entry in manifest.tensors)
     return replace(manifest, tensors=tuple(tensors))
-
-
-def _moved(manifest: Manifest, file: int) -> Manifest:
-    return replace(manifest, tensors=tuple(moved(entry, file) for entry in manifest.tensors))
 
 
 def _tensors(key: str, item: ShardedItem, files: Mapping[int, Manifest], where: str) -> Iterator[TensorEntry]:

@@ -18,15 +18,14 @@ from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.items import ItemLayout, TensorItem, find_layouts, infer_layouts, read_items
 from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, join_metadata, parse_dcp_metadata
-from fastload.formats.dcp.nesting import nested
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
-from fastload.formats.parts import join_pieces
+from fastload.formats.parts import join_pieces, nested, numbered
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import moved
 from fastload.formats.torch_save.state import encode_pickle
+from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.geometry.box import Box
@@ -78,7 +77,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     common: list[Any] = []
     if is_megatron:
         part = zip_file.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True, budget=budget)
-        tensors += [moved(entry, numbers[_COMMON_NAME]) for entry in part.tensors]
+        tensors += numbered(part, numbers[_COMMON_NAME]).tensors
         common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
     stored = [entry.name for entry in tensors]
     if len(set(stored)) < len(stored):
@@ -241,7 +240,9 @@ def _values(
             item.nbytes,
             where,
         )
-        state = encode_pickle(archive.pickle, where, name, budget=budget)
+        state = encode_pickle(
+            unpickle(archive.pickle, where), len(archive.pickle), where, name, budget=budget
+        )
         nodes[name], digests[name] = state.structure, archive.digest
         found.extend(
             entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)

@@ -27,7 +27,6 @@ from fastload.formats.torch_save.unpickle import (
     PickledDict,
     PickledSet,
     sizes_of,
-    unpickle,
 )
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import (
@@ -185,30 +184,6 @@ class PickledState(NamedTuple):
 
 @uncollected
 def encode_pickle(
-    data: bytes,
-    where: str,
-    name: str = "",
-    *,
-    budget: MemoryBudget | None = None,
-    local_shards: bool = False,
-) -> PickledState:
-    """Reads ``data.pkl``, without running code in it.
-
-    Args:
-        data: The pickle.
-        where: Its place, for messages.
-        name: Name of the value in a larger state, which begins the names of its tensors.
-        budget: The budget of a checkpoint of several pickles.
-        local_shards: Whether the local tensor stands for a DTensor; else DTensors cannot be loaded.
-
-    Raises:
-        ManifestError: It is malformed, or takes too much memory.
-    """
-    value = unpickle(data, where)
-    return encode_unpickled(value, len(data), where, name, budget=budget, local_shards=local_shards)
-
-
-def encode_unpickled(
     value: Any,
     nbytes: int,
     where: str,
@@ -217,15 +192,15 @@ def encode_unpickled(
     budget: MemoryBudget | None = None,
     local_shards: bool = False,
 ) -> PickledState:
-    """Encodes a value that `unpickle` returned; see `encode_pickle`.
+    """Encodes the value of a pickle such as ``data.pkl``.
 
     Args:
-        value: The value.
+        value: As `unpickle` returns it.
         nbytes: Length of the pickle.
         where: Its place, for messages.
-        name: Name of the value in a larger state.
+        name: Name of the value in a larger state, which begins the names of its tensors.
         budget: The budget of a checkpoint of several pickles.
-        local_shards: As for `encode_pickle`.
+        local_shards: Whether the local tensor stands for a DTensor; else DTensors cannot be loaded.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
