@@ -12,8 +12,8 @@ from fastload.comm.failures import require_same
 from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
 from fastload.errors import ChecksumError
+from fastload.formats.manifest import blocks_of_files
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.formats.seal import blocks_of_files
 from fastload.loading.access import Access
 from fastload.loading.load import Session
 from fastload.loading.targets import TensorWriter

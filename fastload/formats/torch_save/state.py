@@ -52,29 +52,28 @@ _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
 
 DTYPES = {Global("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype}
 # torch names a storage after its dtype in C; "torch.storage" has the one that is nothing but bytes.
-_STORAGE_DTYPES = {
-    f"{name}Storage": dtype
-    for name, dtype in {
-        "Double": torch.float64,
-        "Float": torch.float32,
-        "Half": torch.float16,
-        "BFloat16": torch.bfloat16,
-        "Long": torch.int64,
-        "Int": torch.int32,
-        "Short": torch.int16,
-        "Char": torch.int8,
-        "Byte": torch.uint8,
-        "Bool": torch.bool,
-        "ComplexDouble": torch.complex128,
-        "ComplexFloat": torch.complex64,
-        "Untyped": torch.uint8,
-        "_Untyped": torch.uint8,
-        "QInt8": torch.qint8,  # these are refused later on, by their names
-        "QUInt8": torch.quint8,
-        "QInt32": torch.qint32,
-        "QUInt4x2": torch.quint4x2,
-        "QUInt2x4": torch.quint2x4,
-    }.items()
+TYPED_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+_STORAGE_DTYPES = TYPED_STORAGES | {
+    "UntypedStorage": torch.uint8,
+    "_UntypedStorage": torch.uint8,
+    "QInt8Storage": torch.qint8,  # these are refused later on, by their names
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
 }
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
