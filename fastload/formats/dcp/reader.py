@@ -17,7 +17,7 @@ from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.items import ItemLayout, TensorItem, find_layouts, infer_layouts, read_items
-from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, join_metadata, parse_dcp_metadata
+from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, parse_dcp_metadata
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
@@ -52,9 +52,10 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     """
     names = metadata_names(listing)
     texts = _read_metadata(storage, names)
-    where = url_of(storage, names[0])
     budget = MemoryBudget(storage.url)
-    metadata = _parse(storage, names, texts, budget)
+    urls = [url_of(storage, name) for name in names]
+    where = urls[0] if len(urls) == 1 else storage.url
+    metadata = parse_dcp_metadata(dict(zip(urls, texts, strict=True)), where, budget)
     stats = _stat_files(storage, metadata, where)
     is_megatron = _MEGATRON_NAMES.issubset(listing)
     if is_megatron:
@@ -122,18 +123,6 @@ def _digest(texts: Sequence[bytes]) -> str:
     for text in texts:
         digest.update(text)
     return digest.hexdigest()
-
-
-def _parse(
-    storage: Storage, names: Sequence[str], texts: Sequence[bytes], budget: MemoryBudget
-) -> DcpMetadata:
-    if len(names) == 1 and names[0] == METADATA_NAME:
-        return parse_dcp_metadata(texts[0], url_of(storage, names[0]), budget)
-    parts = [
-        parse_dcp_metadata(text, url_of(storage, name), budget, in_parts=True)
-        for name, text in zip(names, texts, strict=True)
-    ]
-    return join_metadata(parts, storage.url)
 
 
 def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str, FileStat]:
