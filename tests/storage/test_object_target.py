@@ -24,9 +24,8 @@ from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.split import split_evenly
 from fastload.storage import Target, object_target, open_target
 from fastload.storage import s3 as s3_uploads
-from fastload.storage.base import Keys
 from fastload.storage.fsspec import FsspecStorage
-from fastload.storage.object_target import ObjectTarget, OwnerFile, Streams
+from fastload.storage.object_target import Keys, ObjectTarget, OwnerFile, Streams
 from fastload.storage.process import Owner
 from fastload.storage.s3 import S3Storage
 from tests.crash.flaky_proxy import FlakyProxy
