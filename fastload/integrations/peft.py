@@ -20,7 +20,7 @@ from fastload.integrations.frameworks import live_state, require_signatures, sta
 
 TESTED = "0.21"
 try:
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 except ImportError as error:
     raise unknown_version(peft, TESTED, error) from None
 
@@ -33,6 +33,10 @@ _SIGNATURES = {
     "peft.get_peft_model_state_dict": (
         peft,
         "model state_dict adapter_name unwrap_compiled save_embedding_layers",
+    ),
+    "peft.set_peft_model_state_dict": (
+        peft,
+        "model peft_model_state_dict adapter_name ignore_mismatched_sizes low_cpu_mem_usage",
     ),
     "PeftModel.add_adapter": (
         PeftModel,
@@ -110,8 +114,11 @@ def load(
             model.add_adapter(adapter_name, PeftConfig.from_pretrained(folder))
 
     fastload.world.agree(f"adding the adapter of {folder}", add, process_group=process_group)
-    into = tensors_of(model, adapter_name, live_state(model), unshared=False)
+    state = live_state(model)
+    into = tensors_of(model, adapter_name, state, unshared=False)
     fastload.load(folder, into=into, process_group=process_group, options=options)
+    if not _memory_of(into) <= _memory_of(state):  # such as prompts, and ranks that AdaLoRA has selected
+        set_peft_model_state_dict(model, into, adapter_name)
 
 
 def tensors_of(
@@ -157,6 +164,12 @@ def _require_adapter(model: PeftModel, adapter_name: str) -> None:
     if adapter_name not in model.peft_config:
         names = ", ".join(map(repr, model.peft_config))
         raise OptionError(f"the model has no adapter {adapter_name!r}: it has {names}")
+
+
+def _memory_of(tensors: Mapping[str, Any]) -> set[int]:
+    """Returns the addresses of the memory that tensors are views of."""
+    found = (local_of(tensor) for tensor in tensors.values() if isinstance(tensor, Tensor))
+    return {local.untyped_storage().data_ptr() for local in found if local.numel()}
 
 
 def _nothing() -> None:

@@ -119,6 +119,46 @@ def shares_adapters(rank: int, world: int, tmp_path: Path) -> None:
         integration.load(adapted, tmp_path / "peft" / "one", adapter_name="two")
 
 
+def loads_what_peft_computes(rank: int, world: int, tmp_path: Path) -> None:
+    """Adapters whose files have other tensors than the model come into the model, too."""
+    import peft
+
+    from fastload.integrations import peft as integration
+
+    tokens = torch.arange(8).view(1, 8)
+    targets = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    prompts = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    vectors = {"r": 4, "num_vectors": 8, "vector_length": 4, "save_only_topk_weights": True}
+    configs = {
+        "prompts": peft.PromptTuningConfig(**prompts),
+        "prefixes": peft.PrefixTuningConfig(**prompts),
+        "ranks": peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=2, total_step=8, **targets),
+        "vectors": peft.VBLoRAConfig(**vectors, **targets),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(1)
+        made = peft.get_peft_model(llama(), config)
+        for parameter in filter(lambda each: each.requires_grad, made.parameters()):
+            torch.nn.init.normal_(parameter)
+        if name == "ranks":
+            optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+            for step in range(8):
+                made(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                made.base_model.update_and_allocate(step)
+                optimizer.zero_grad()
+            assert not all(map(all, config.rank_pattern.values()))
+        integration.save(made, tmp_path / name)
+        torch.manual_seed(1)
+        by_peft = peft.PeftModel.from_pretrained(llama(), tmp_path / name)
+        torch.manual_seed(1)
+        config = peft.PeftConfig.from_pretrained(tmp_path / name)
+        config.inference_mode = False  # then PEFT copies the embedding of prompts
+        own = peft.PeftModelForCausalLM(llama(), config)
+        integration.load(own, tmp_path / name)
+        assert torch.equal(own.eval()(tokens).logits, by_peft.eval()(tokens).logits), name
+
+
 def assert_same_models(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     own, others = one.state_dict(), other.state_dict()
