@@ -59,9 +59,9 @@ def raise_failures(
     first = failures[source]
     same = len({(type(error), str(error)) for error in failures.values()}) == 1
     everywhere = same and len(failures) == size
-    if (everywhere and (isinstance(first, FastloadError) or size == 1)) or all(
-        map(blames_checkpoint, failures.values())
-    ):
+    # Errors of libraries come as `FastloadError` from other ranks.
+    is_fastload = all(isinstance(error, FastloadError) for error in (first, own) if error is not None)
+    if (everywhere and (is_fastload or size == 1)) or all(map(blames_checkpoint, failures.values())):
         try:
             raise own if own is not None and (everywhere or rank == source) else first
         finally:
