@@ -152,11 +152,10 @@ def send_copies(
         FastloadError: Some rank failed.
     """
     what = f"{what}: sending copies"
-    packed = zlib.compress(json.dumps(parts).encode(), level=1)
 
     def show() -> None:
         if copies.targets:
-            world.show_bytes(what, _PLACE, packed)
+            world.show_bytes(what, _PLACE, zlib.compress(json.dumps(parts).encode(), level=1))
 
     wire, _ = connect(world, what, {*copies.targets, *copies.sources}, show, sends=bool(copies.targets))
     assert wire is not None
