@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.rendezvous import StoreRendezvous
+from fastload.comm.rendezvous import CallCounter, GroupState, StoreRendezvous
 from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
@@ -85,7 +85,8 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
 
 def world_of_one(call: str, timeout_s: float, group: dist.ProcessGroup | None = None) -> World:
     """Returns the world of a process alone."""
-    return World(StoreRendezvous(dist.HashStore(), Member(0, 1), call=call, timeout_s=timeout_s), group=group)
+    store, state = dist.HashStore(), GroupState(CallCounter())
+    return World(StoreRendezvous(store, state, Member(0, 1), call=call, timeout_s=timeout_s), group=group)
 
 
 def join_in(
@@ -107,8 +108,12 @@ def join_in(
         group: Their process group.
         cache: The connections between calls; None to meet in the store only.
     """
-    state = cache.lasting(TreeState) if cache is not None else TreeState(connects=False)
-    rendezvous = TreeRendezvous(namespace, state, member, call=call, timeout_s=timeout_s)
+    rendezvous: StoreRendezvous
+    if cache is not None:
+        state = cache.lasting(TreeState)
+        rendezvous = TreeRendezvous(namespace, state, member, call=call, timeout_s=timeout_s)
+    else:
+        rendezvous = StoreRendezvous(namespace, GroupState(), member, call=call, timeout_s=timeout_s)
     world = World(rendezvous, group=group, cache=cache)
     with world.together():
         rendezvous.begin()

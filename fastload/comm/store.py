@@ -67,17 +67,15 @@ class CallStore:
     Args:
         store: A ``torch.distributed.Store`` that only this call uses.
         member: This rank.
+        versions: Compares the versions of the ranks while they meet.
         timeout_s: Longest wait without progress, in seconds.
-        versions: Compares the versions of the ranks while they meet; None to compare none.
 
     Attributes:
         member: As given.
         timeout_s: As given.
     """
 
-    def __init__(
-        self, store: Any, member: Member, *, timeout_s: float, versions: Versions | None = None
-    ) -> None:
+    def __init__(self, store: Any, member: Member, versions: Versions, *, timeout_s: float) -> None:
         self.member = member
         self.timeout_s = timeout_s
         self._namespace = self._store = store
@@ -259,15 +257,17 @@ class CallStore:
         value = self._read_progress()
         if value != self._progress.value:
             self._progress.value, self._progress.changed_at = value, now
-        if self._versions is not None:
-            self._versions.look()
+        self._versions.look()
 
     def _read_progress(self) -> int:
         return int(self._store.compare_set("progress", "0", "0"))  # unlike `add`, leaves no key
 
     def delete_at_end(self, keys: Sequence[str]) -> None:
         """Has this rank delete keys at the end of the call."""
-        self._done.update(dict.fromkeys(self._full(keys)))
+        self._add_done(self._full(keys))
+
+    def _add_done(self, keys: Sequence[str]) -> None:
+        self._done.update(dict.fromkeys(keys))
 
     def _delete_done(self) -> None:
         done, self._done = self._done, {}
