@@ -1,4 +1,4 @@
-"""Decisions of all ranks in the rendezvous store.
+"""The calls of a group, and their decisions in the rendezvous store.
 
 A *call* (a load, a save, ...) is a series of steps. In each step every rank brings a response, and all ranks
 get the same decision:
