@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.rendezvous import CallCounter, GroupState, StoreRendezvous
+from fastload.comm.rendezvous import GroupState, StoreRendezvous
 from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
@@ -67,7 +67,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     """
     group = _as_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
-        return world_of_one(call, timeout_s, group)
+        return join_in(dist.HashStore(), Member(0, 1), call=call, timeout_s=timeout_s, group=group)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
     # Groups with the same members differ, since their calls are not ordered.
@@ -81,12 +81,6 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
         group=group,
         cache=cache_of(group),
     )
-
-
-def world_of_one(call: str, timeout_s: float, group: dist.ProcessGroup | None = None) -> World:
-    """Returns the world of a process alone."""
-    store, state = dist.HashStore(), GroupState(CallCounter())
-    return World(StoreRendezvous(store, state, Member(0, 1), call=call, timeout_s=timeout_s), group=group)
 
 
 def join_in(

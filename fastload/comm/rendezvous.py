@@ -281,15 +281,12 @@ def counter_in(namespace: Any, member: Member) -> CallCounter:
 class GroupState:
     """What a rank keeps of a group from call to call.
 
-    Args:
-        counter: Numbers of the calls; None until the first call has found them.
-
     Attributes:
-        counter: As given.
+        counter: Numbers of the calls; None until the first call has found them.
     """
 
-    def __init__(self, counter: CallCounter | None = None) -> None:
-        self.counter = counter
+    def __init__(self) -> None:
+        self.counter: CallCounter | None = None
 
 
 class StoreRendezvous(CallStore):
@@ -467,7 +464,8 @@ class StoreRendezvous(CallStore):
     def _counter(self) -> CallCounter:
         if self._state.counter is None:
             find = partial(counter_in, self._namespace, self.member)
-            self._state.counter = self.ask(JOINING, self.timeout_s, find)
+            alone = self.member.size == 1  # in a namespace that no other call uses
+            self._state.counter = CallCounter() if alone else self.ask(JOINING, self.timeout_s, find)
         return self._state.counter
 
     def _take_number(self) -> None:
