@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 R = TypeVar("R", bound="_RankReport")
+
+
+def _values_of(report: object) -> dict[str, Any]:
+    """Returns the fields and the properties of a report."""
+    kind = type(report)
+    names = [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
+    return {**vars(report), **{name: getattr(report, name) for name in names}}
 
 
 class _Report:
@@ -22,32 +28,26 @@ class _Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all values in JSON types, with the totals over all ranks."""
-        own = {name: value for name, value in vars(self).items() if name != "ranks"}
-        kind = type(self)
-        totals = {
-            name: getattr(self, name) for name in dir(kind) if isinstance(getattr(kind, name), property)
-        }
-        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
+        values = _values_of(self)
+        del values["ranks"]
+        return {**values, "ranks": [_values_of(rank) for rank in self.ranks]}
 
 
 class _RankReport:
     """Base class of the reports of one rank, which the ranks exchange in a compact form."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    _follows: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # values that follow from the others
 
     def pack(self) -> list[Any]:
         """Returns its values but for the rank, in order; seconds with four digits."""
-        values = [value for name, value in vars(self).items() if name not in ("rank", *self._follows)]
+        values = [value for name, value in vars(self).items() if name != "rank"]
         return [float(f"{value:.4g}") if isinstance(value, float) else value for value in values]
 
     @classmethod
     def unpack(cls: type[R], rank: int, values: Sequence[Any]) -> R:
         """Returns the report that a rank has packed."""
         report = cls.__new__(cls)  # ten times as fast as __init__ of a frozen dataclass
-        names = [name for name in cls.__dataclass_fields__ if name not in cls._follows]
-        vars(report).update(zip(names, (rank, *values), strict=True))
-        vars(report).update({name: follow(report) for name, follow in cls._follows.items()})
+        vars(report).update(zip(cls.__dataclass_fields__, (rank, *values), strict=True))
         return report
 
 
@@ -71,9 +71,7 @@ class RankReport(_RankReport):
         read_s: Seconds in which at least one read was under way.
         exchange_s: Seconds in which at least one exchange was under way.
         place_s: Seconds spent moving bytes from buffers into tensors.
-        exposed_s: Seconds of `total_s` without a read under way.
         total_s: Seconds from the beginning of the load to the last tensor in place.
-        overlapped_s: Seconds of work that overlapped other work: read + exchange + place - total, at least 0.
         peak_staging_bytes: Bytes of its staging buffers.
         retries: Attempts at reads beyond the first, including those after a wrong checksum.
     """
@@ -92,20 +90,19 @@ class RankReport(_RankReport):
     read_s: float = 0.0
     exchange_s: float = 0.0
     place_s: float = 0.0
-    exposed_s: float = 0.0
     total_s: float = 0.0
-    overlapped_s: float = 0.0
     peak_staging_bytes: int = 0
     retries: int = 0
 
-    _follows = MappingProxyType(
-        {
-            "exposed_s": lambda rank: max(0.0, rank.total_s - rank.read_s),
-            "overlapped_s": lambda rank: max(
-                0.0, rank.read_s + rank.exchange_s + rank.place_s - rank.total_s
-            ),
-        }
-    )
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of `total_s` without a read under way."""
+        return max(0.0, self.total_s - self.read_s)
+
+    @property
+    def overlapped_s(self) -> float:
+        """Seconds of work that overlapped other work: read + exchange + place - total, at least 0."""
+        return max(0.0, self.read_s + self.exchange_s + self.place_s - self.total_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -415,25 +415,21 @@ def _place_of(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
+@dataclass
 class KeptPlan:
     """The plan of a call, for the next call with tensors at the same addresses.
 
     It knows the memory of the tensors by address, and does not keep it.
 
-    Args:
+    Attributes:
         token: Identifies it: equal on all ranks, which made it together.
         key: The key of its call.
         call: What the call has computed.
-
-    Attributes:
-        token: As given.
-        key: As given.
     """
 
-    def __init__(self, token: str, key: Any, call: _KeptCall) -> None:
-        self.token = token
-        self.key = key
-        self._call = call
+    token: str
+    key: Any
+    call: _KeptCall
 
     @classmethod
     def of(cls, token: str, inputs: _Inputs, source: _VirtualFile, job: Job) -> KeptPlan | None:
@@ -467,7 +463,7 @@ class KeptPlan:
         Raises:
             FastloadError: As for `redistribute`.
         """
-        call = self._call
+        call = self.call
         storage = _connect(world, call.reader.in_current_streams(), call.shards)
         session = Session(world, replace(call.access, storage=storage), replace(options, verify=False))
         try:

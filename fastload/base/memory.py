@@ -85,14 +85,9 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
         pages = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"cannot stage {nbytes} bytes: {error}") from None
-    advise_huge_pages(pages)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
-
-
-def advise_huge_pages(pages: mmap.mmap) -> None:
-    """Asks for 2 MiB pages in a large mapping, if they are faster."""
-    if len(pages) >= _HUGE_PAGE_BYTES and _huge_pages_pay(_REPORTING):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+    advise_huge_pages(buffer)
+    return buffer
 
 
 def allocate(
@@ -110,11 +105,11 @@ def allocate(
             f"cannot allocate {list(shape)} {dtype} on {device}: {_first_line(error)}"
         ) from None
     if device.type == "cpu" and not pinned:
-        _advise_huge_pages(tensor)
+        advise_huge_pages(tensor)
     return tensor
 
 
-def _advise_huge_pages(tensor: Tensor) -> None:
+def advise_huge_pages(tensor: Tensor) -> None:
     """Asks for 2 MiB pages for a large host tensor, if they are faster."""
     if tensor.nbytes < _HUGE_PAGE_BYTES or not _huge_pages_pay(_REPORTING):
         return

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.rendezvous import StoreRendezvous
+from fastload.comm.rendezvous import GroupState, StoreRendezvous
 from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
@@ -67,7 +67,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     """
     group = _as_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
-        return world_of_one(call, timeout_s, group)
+        return join_in(dist.HashStore(), Member(0, 1), call=call, timeout_s=timeout_s, group=group)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
     # Groups with the same members differ, since their calls are not ordered.
@@ -81,11 +81,6 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
         group=group,
         cache=cache_of(group),
     )
-
-
-def world_of_one(call: str, timeout_s: float, group: dist.ProcessGroup | None = None) -> World:
-    """Returns the world of a process alone."""
-    return World(StoreRendezvous(dist.HashStore(), Member(0, 1), call=call, timeout_s=timeout_s), group=group)
 
 
 def join_in(
@@ -107,8 +102,12 @@ def join_in(
         group: Their process group.
         cache: The connections between calls; None to meet in the store only.
     """
-    state = cache.lasting(TreeState) if cache is not None else TreeState(connects=False)
-    rendezvous = TreeRendezvous(namespace, state, member, call=call, timeout_s=timeout_s)
+    rendezvous: StoreRendezvous
+    if cache is not None:
+        state = cache.lasting(TreeState)
+        rendezvous = TreeRendezvous(namespace, state, member, call=call, timeout_s=timeout_s)
+    else:
+        rendezvous = StoreRendezvous(namespace, GroupState(), member, call=call, timeout_s=timeout_s)
     world = World(rendezvous, group=group, cache=cache)
     with world.together():
         rendezvous.begin()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
-from fastload.comm.group import join_in, member_of, separate_groups, world_of_one
+from fastload.comm.group import join_in, member_of, separate_groups
 from fastload.comm.hosts import Peer, host_addresses, interface_address, listener_at, require_reachable
 from fastload.comm.world import World
 from fastload.errors import PeerError, WorldError, some_of
@@ -273,14 +273,12 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
         WorldError: The ranks did not find each other.
     """
     rank, size = launch.rank, launch.world_size
-    if size == 1:
-        for call in calls:
-            yield world_of_one(call, timeout_s)
-        return
-    with _meeting(launch):
-        store = dist.PrefixStore("fastload/job", _store_of(launch))
+    if size > 1:
+        with _meeting(launch):
+            store = dist.PrefixStore("fastload/job", _store_of(launch))
     for call in calls:
-        yield join_in(store, member_of(rank, list(range(size))), call=call, timeout_s=timeout_s)
+        namespace = store if size > 1 else dist.HashStore()
+        yield join_in(namespace, member_of(rank, list(range(size))), call=call, timeout_s=timeout_s)
 
 
 def _join_job(launch: Launch, *, backend: str) -> None:

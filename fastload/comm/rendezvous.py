@@ -1,4 +1,4 @@
-"""Decisions of all ranks in the rendezvous store.
+"""The calls of a group, and their decisions in the rendezvous store.
 
 A *call* (a load, a save, ...) is a series of steps. In each step every rank brings a response, and all ranks
 get the same decision:
@@ -15,6 +15,7 @@ get the same decision:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from fastload.comm.responses import Column, join_responses, read_responses
 from fastload.comm.store import CallStore, Member, Versions, part_keys
@@ -32,6 +35,8 @@ _ACKNOWLEDGED = 1 << 20
 _IMPATIENT = 1 << 40
 _IN_STORE, _IN_TREE, _LEFT = "store", "tree", "left"  # how a decision came about
 _SEPARATOR = "\x03"  # between the response of a rank that leaves and earlier ones
+
+JOINING = "joining the other ranks"
 
 _Runs = Sequence[tuple[dict[str, Any] | None, int]]
 
@@ -218,31 +223,122 @@ class LastStep(NamedTuple):
     in_tree: bool
 
 
+# Numbers of calls
+
+
+class ExpiringKeys:
+    """Keys in the store that late ranks may still read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[str] = []
+        self._old: list[str] = []
+
+    def add(self, keys: Sequence[str]) -> None:
+        """Adds keys."""
+        with self._lock:
+            self._new += keys
+
+    def rotate(self) -> list[str]:
+        """Returns the keys that were added before the last rotation, to be deleted."""
+        with self._lock:
+            expired, self._old, self._new = self._old, self._new, []
+        return expired
+
+
+class CallCounter:
+    """Numbers the calls of a group on one rank, in the order in which it begins them.
+
+    Ranks count without communication, since threads make calls concurrently and notice a broken tree at
+    different times. If only some ranks make a call, the others find the first step of that number decided
+    without them, and take the next number. So the ranks meet again in the next call that all of them make.
+
+    Attributes:
+        numbers: The next numbers.
+        expiring: Keys of first steps in which not all ranks met.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.expiring = ExpiringKeys()
+
+
+_counters: dict[tuple[str, int], CallCounter] = {}  # by name of a namespace, and rank
+
+
+def counter_in(namespace: Any, member: Member) -> CallCounter:
+    """Returns the counter of a rank in a group's namespace of the store.
+
+    It outlives the group: one of the same name and members may be made again in the same namespace. In
+    another store the count begins anew.
+
+    Raises:
+        WorldError: The ranks run different versions of fastload.
+    """
+    return _counters.setdefault((Versions(namespace, member).greet(), member.rank), CallCounter())
+
+
+class GroupState:
+    """What a rank keeps of a group from call to call.
+
+    Attributes:
+        counter: Numbers of the calls; None until the first call has found them.
+    """
+
+    def __init__(self) -> None:
+        self.counter: CallCounter | None = None
+
+
 class StoreRendezvous(CallStore):
-    """The steps of one call, decided in its store.
+    """The steps of one call, decided in the store.
 
     Args:
-        store: As in `CallStore`.
-        member: As in `CallStore`.
+        namespace: The group's namespace in a ``torch.distributed.Store``.
+        state: What this rank keeps of the group.
+        member: This rank.
         call: Name of the call, which the ranks compare when they meet.
-        timeout_s: As in `CallStore`.
-        versions: As in `CallStore`.
+        timeout_s: Longest wait without progress, in seconds.
 
     Attributes:
         call: As given.
     """
 
     def __init__(
-        self, store: Any, member: Member, *, call: str, timeout_s: float, versions: Versions | None = None
+        self, namespace: Any, state: GroupState, member: Member, *, call: str, timeout_s: float
     ) -> None:
-        super().__init__(store, member, timeout_s=timeout_s, versions=versions)
+        super().__init__(namespace, member, Versions(namespace, member), timeout_s=timeout_s)
         self.call = call
+        self._state = state
+        self._number = 0  # of the call; 0 before it has one
         self._shared: dict[int, list[str]] = {}
         self._responded = -1  # the last step that this rank has responded to in the store
         self._responding = threading.Lock()
 
-    def decide(self, proposal: Proposal, *, since: float | None = None) -> Decision:
-        """Brings this rank's response to a step and returns the decision.
+    def begin(self) -> None:
+        """Numbers the call."""
+        self._take_number()
+        if self._number == 1 and self.member.rank == 0:
+            self._skip_decided(JOINING)
+
+    def decide(self, proposal: Proposal) -> Decision:
+        """Brings this rank's response to a step and returns the decision."""
+        decision = self._decide(proposal)
+        if proposal.step:
+            return decision
+        while not decision.binds(self.member.rank, self.call):
+            self._skip()
+            decision = self._decide(proposal)
+        if decision.num_came == self.member.size:
+            self._add_done(self._counter.expiring.rotate())
+        elif not decision.left:
+            self._expire_meeting()
+        return decision
+
+    def _decide(self, proposal: Proposal) -> Decision:
+        return self._decide_in_store(proposal)
+
+    def _decide_in_store(self, proposal: Proposal, *, since: float | None = None) -> Decision:
+        """Brings this rank's response to the store and returns the decision.
 
         Args:
             proposal: The response.
@@ -250,6 +346,7 @@ class StoreRendezvous(CallStore):
                 moment in any case.
         """
         what, step, response, wait_s, _ = proposal
+        self._versions.is_meeting = step == 0
         grace_s = self.grace_s
 
         def decide() -> Decision:
@@ -326,6 +423,10 @@ class StoreRendezvous(CallStore):
                     return
 
         with contextlib.suppress(FastloadError):
+            if not self._number:
+                self._take_number()
+            if responses[0][0] == 0:
+                self._skip_decided("leaving")
             self.ask("telling the other ranks", self.grace_s, withdraw)
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
@@ -356,3 +457,37 @@ class StoreRendezvous(CallStore):
 
     def _step(self, number: int) -> StoreStep:
         return StoreStep(self._store, str(number), self.member.size)
+
+    # The number of the call
+
+    @property
+    def _counter(self) -> CallCounter:
+        if self._state.counter is None:
+            find = partial(counter_in, self._namespace, self.member)
+            alone = self.member.size == 1  # in a namespace that no other call uses
+            self._state.counter = CallCounter() if alone else self.ask(JOINING, self.timeout_s, find)
+        return self._state.counter
+
+    def _take_number(self) -> None:
+        """Gives the call the next number, in whose namespace this rank is from now on."""
+        self._number = next(self._counter.numbers)
+        self._prefix = f"{self._number}/"
+        self._store, self._responded = dist.PrefixStore(str(self._number), self._namespace), -1
+
+    def _skip(self) -> None:
+        """Takes the next number, since the ranks have met under the present one without this rank."""
+        self._expire_meeting()
+        self._take_number()
+
+    def _skip_decided(self, what: str) -> None:
+        """Takes the first number under which the ranks have not met without this rank."""
+
+        def is_over() -> bool:
+            first = self._step(0)
+            return first.is_decided() and not first.read().binds(self.member.rank, self.call)
+
+        while self.ask(what, self.timeout_s, is_over):
+            self._skip()
+
+    def _expire_meeting(self) -> None:
+        self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))

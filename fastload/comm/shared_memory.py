@@ -384,8 +384,9 @@ def _map(file: int, nbytes: int) -> Tensor:
         pages = mmap.mmap(file, max(nbytes, mmap.PAGESIZE))
     except (OSError, OverflowError) as error:
         raise MemoryError(f"cannot share {nbytes} bytes with the ranks of this host: {error}") from None
-    advise_huge_pages(pages)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+    memory = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+    advise_huge_pages(memory)
+    return memory
 
 
 def _meet(

@@ -65,22 +65,21 @@ class CallStore:
     """The store namespace of one call, seen from one of its ranks.
 
     Args:
-        store: A ``torch.distributed.Store`` that only this call uses.
+        namespace: A namespace of a ``torch.distributed.Store``, of this call or of its group; see
+            `StoreRendezvous`.
         member: This rank.
+        versions: Compares the versions of the ranks while they meet.
         timeout_s: Longest wait without progress, in seconds.
-        versions: Compares the versions of the ranks while they meet; None to compare none.
 
     Attributes:
         member: As given.
         timeout_s: As given.
     """
 
-    def __init__(
-        self, store: Any, member: Member, *, timeout_s: float, versions: Versions | None = None
-    ) -> None:
+    def __init__(self, namespace: Any, member: Member, versions: Versions, *, timeout_s: float) -> None:
         self.member = member
         self.timeout_s = timeout_s
-        self._namespace = self._store = store
+        self._namespace = self._store = namespace
         self._prefix = ""  # of the keys of `_store` in `_namespace`
         self._done: dict[str, None] = {}  # keys in `_namespace` that this rank deletes at the end of the call
         self._versions = versions
@@ -90,7 +89,7 @@ class CallStore:
 
     @property
     def store(self) -> Any:
-        """The namespace, without deadlines."""
+        """The namespace of the call, without deadlines."""
         return self._store
 
     @property
@@ -243,7 +242,7 @@ class CallStore:
             if self._given_up:
                 raise Interrupted("the call was abandoned")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
-            time.sleep(min(max(max(_FIRST_POLL_S, self.poll_s), (now - first_look) / 16), _LAST_POLL_S))
+            time.sleep(min(max(_FIRST_POLL_S, self.poll_s, (now - first_look) / 16), _LAST_POLL_S))
         return True
 
     def _period_s(self, wait_s: float) -> float:
@@ -259,15 +258,17 @@ class CallStore:
         value = self._read_progress()
         if value != self._progress.value:
             self._progress.value, self._progress.changed_at = value, now
-        if self._versions is not None:
-            self._versions.look()
+        self._versions.look()
 
     def _read_progress(self) -> int:
         return int(self._store.compare_set("progress", "0", "0"))  # unlike `add`, leaves no key
 
     def delete_at_end(self, keys: Sequence[str]) -> None:
         """Has this rank delete keys at the end of the call."""
-        self._done.update(dict.fromkeys(self._full(keys)))
+        self._add_done(self._full(keys))
+
+    def _add_done(self, keys: Sequence[str]) -> None:
+        self._done.update(dict.fromkeys(keys))
 
     def _delete_done(self) -> None:
         done, self._done = self._done, {}

@@ -9,19 +9,23 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any
 
-import torch.distributed as dist
-
 from fastload.comm.hosts import Listener, Unreachable, connect, listen
-from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
+from fastload.comm.rendezvous import (
+    JOINING,
+    Decision,
+    ExpiringKeys,
+    GroupState,
+    LastStep,
+    Proposal,
+    StoreRendezvous,
+)
 from fastload.comm.responses import join_responses
-from fastload.comm.store import Member, Versions
+from fastload.comm.store import Member
 from fastload.errors import FastloadError, PeerError
 
 _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tree
@@ -29,6 +33,8 @@ _HEAD = struct.Struct("!IIII")
 _ACKNOWLEDGED = 1 << 31  # with the number of a step
 _READ_BYTES = 1 << 18
 _LONGEST_S, _SHORT_S = 1.0, 0.05
+_MOST_TRIES = 3
+_NOTHING = "?"
 
 Tag = tuple[int, int]
 """Number of a call, and of a step in it."""
@@ -320,86 +326,20 @@ class _TreeLink:
 
 # Decisions
 
-_MOST_TRIES = 3
-_JOINING = "joining the other ranks"
-_NOTHING = "?"
 
-
-class ExpiringKeys:
-    """Keys in the store that late ranks may still read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._new: list[str] = []
-        self._old: list[str] = []
-
-    def add(self, keys: Sequence[str]) -> None:
-        """Adds keys."""
-        with self._lock:
-            self._new += keys
-
-    def rotate(self) -> list[str]:
-        """Returns the keys that were added before the last rotation, to be deleted."""
-        with self._lock:
-            expired, self._old, self._new = self._old, self._new, []
-        return expired
-
-
-# Numbers of calls
-
-
-@dataclass(frozen=True, slots=True)
-class CallCounter:
-    """Numbers the calls of a group on one rank, in the order in which it begins them.
-
-    Ranks count without communication, since threads make calls concurrently and notice a broken tree at
-    different times. If only some ranks make a call, the others find the first step of that number decided
-    without them, and take the next number. So the ranks meet again in the next call that all of them make.
-
-    Attributes:
-        numbers: The next numbers.
-        expiring: Keys of first steps in which not all ranks met.
-    """
-
-    numbers: Iterator[int] = field(default_factory=partial(count, 1))
-    expiring: ExpiringKeys = field(default_factory=ExpiringKeys)
-
-
-_counters: dict[tuple[str, int], CallCounter] = {}  # by name of a namespace, and rank
-
-
-def counter_in(namespace: Any, member: Member) -> CallCounter:
-    """Returns the counter of a rank in a group's namespace of the store.
-
-    It outlives the group: one of the same name and members may be made again in the same namespace. In
-    another store the count begins anew.
-
-    Raises:
-        WorldError: The ranks run different versions of fastload.
-    """
-    return _counters.setdefault((Versions(namespace, member).greet(), member.rank), CallCounter())
-
-
-# The tree
-
-
-class TreeState:
+class TreeState(GroupState):
     """One rank's tree of a group, from call to call.
 
-    Args:
-        connects: Whether the ranks make a tree at all.
-
     Attributes:
-        counter: Numbers of the calls; None before the first one.
         links: Connections to the neighbours; None without a tree.
         num_tries: Number of calls that have failed to make a tree, since the last one that did.
         expiring: Keys of decisions that some ranks got along a tree which has broken since.
     """
 
-    def __init__(self, *, connects: bool = True) -> None:
-        self.counter: CallCounter | None = None
+    def __init__(self) -> None:
+        super().__init__()
         self.links: TreeLinks | None = None
-        self.num_tries = 0 if connects else _MOST_TRIES
+        self.num_tries = 0
         self.expiring = ExpiringKeys()
 
     def replace(self, links: TreeLinks | None) -> None:
@@ -442,11 +382,9 @@ class TreeRendezvous(StoreRendezvous):
     def __init__(
         self, namespace: Any, state: TreeState, member: Member, *, call: str, timeout_s: float
     ) -> None:
-        versions = Versions(namespace, member)
-        super().__init__(namespace, member, call=call, timeout_s=timeout_s, versions=versions)
-        self._state = state
+        super().__init__(namespace, state, member, call=call, timeout_s=timeout_s)
+        self._tree = state
         self._thread = threading.get_ident()  # that begins the call
-        self._number = 0  # of the call; 0 before it has one
         self._listener: Listener | None = None
         self._links: TreeLinks | None = None
         self._last: list[str] = []  # keys to delete once all ranks have acknowledged the last decision
@@ -461,7 +399,7 @@ class TreeRendezvous(StoreRendezvous):
 
     def begin(self) -> None:
         """Numbers the call, and listens for the ranks below if it is the first one."""
-        links = self._state.links
+        links = self._tree.links
         self._take_number()
         if links is not None and links.are_intact():
             self._links = links
@@ -469,31 +407,17 @@ class TreeRendezvous(StoreRendezvous):
         # Calls in the background, which make no tree, would wait for the store here: they find out when they
         # meet. In the first call, most ranks find out while they look for their parent.
         if links is not None or (self._number == 1 and self._parent is None):
-            self._state.replace(None)
-            self._skip_decided(_JOINING)
+            self._tree.replace(None)
+            self._skip_decided(JOINING)
         if self._number == 1 and self._children and self._may_connect():
             with suppress(OSError):  # those below connect while this rank is busy with its part
-                self._listen(_JOINING)
-
-    def decide(self, proposal: Proposal, *, since: float | None = None) -> Decision:
-        """Brings this rank's response to a step and returns the decision."""
-        decision = self._decide(proposal)
-        if proposal.step:
-            return decision
-        while not decision.binds(self.member.rank, self.call):
-            self._skip()
-            decision = self._decide(proposal)
-        if decision.num_came == self.member.size:
-            self._add_done(self._counter.expiring.rotate())
-        elif not decision.left:
-            self._expire_meeting()
-        return decision
+                self._listen(JOINING)
 
     def acknowledge(self, last: LastStep) -> None:
         """As in the store; but a decision along the tree reaches all without this rank or the store."""
         keys, self._last = self._last, []
         if not last.in_tree or self._links is None:
-            self._state.expiring.add(keys)
+            self._tree.expiring.add(keys)
             super().acknowledge(last)
             return
         if self._parent is None:
@@ -504,19 +428,11 @@ class TreeRendezvous(StoreRendezvous):
             with suppress(FastloadError):
                 self.ask("ending the call", self.grace_s, self._delete_done)
 
-    def _add_done(self, keys: Sequence[str]) -> None:
-        self._done.update(dict.fromkeys(keys))
-
     def withdraw(self, last: LastStep | None, responses: Sequence[tuple[int, str]], *, at_once: bool) -> None:
         """As in the store; the others find the tree broken, and go there."""
         self.disconnect()
-        with suppress(FastloadError):
-            if not self._number:
-                self._take_number()
-            self._state.expiring.add([*self._last, *self._done])
-            if responses[0][0] == 0:
-                self._skip_decided("leaving")
-            super().withdraw(None if last and last.in_tree else last, responses, at_once=at_once)
+        self._tree.expiring.add([*self._last, *self._done])
+        super().withdraw(None if last and last.in_tree else last, responses, at_once=at_once)
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
         """As in the store."""
@@ -530,39 +446,9 @@ class TreeRendezvous(StoreRendezvous):
         if self._links is not None:
             self._links.drop()
 
-    # The number of the call
-
-    @property
-    def _counter(self) -> CallCounter:
-        if self._state.counter is None:
-            find = partial(counter_in, self._namespace, self.member)
-            self._state.counter = self.ask(_JOINING, self.timeout_s, find)
-        return self._state.counter
-
-    def _take_number(self) -> None:
-        """Gives the call the next number, in whose namespace this rank is from now on."""
-        self._number = next(self._counter.numbers)
-        self._prefix = f"{self._number}/"
-        self._store, self._responded = dist.PrefixStore(str(self._number), self._namespace), -1
-
     def _skip(self) -> None:
-        """Takes the next number, since the ranks have met under the present one without this rank."""
-        self._expire_meeting()
         self._links = None
-        self._take_number()
-
-    def _skip_decided(self, what: str) -> None:
-        """Takes the first number under which the ranks have not met without this rank."""
-
-        def is_over() -> bool:
-            first = self._step(0)
-            return first.is_decided() and not first.read().binds(self.member.rank, self.call)
-
-        while self.ask(what, self.timeout_s, is_over):
-            self._skip()
-
-    def _expire_meeting(self) -> None:
-        self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))
+        super()._skip()
 
     # A step
 
@@ -570,8 +456,7 @@ class TreeRendezvous(StoreRendezvous):
         """Decides along the tree, or else in the store."""
         what, step, response, wait_s, _ = proposal
         since = time.monotonic()
-        if self._versions is not None:
-            self._versions.is_meeting = step == 0
+        self._versions.is_meeting = step == 0
         look = self._looking(step, wait_s - min(wait_s, self.grace_s) / 4)
         tries = step == 0 and self._links is None and self._may_connect()
         try:
@@ -588,15 +473,15 @@ class TreeRendezvous(StoreRendezvous):
                     links.drop()
                 else:
                     if tries:
-                        self._state.replace(links)
-                        self._add_done(self._state.expiring.rotate())
+                        self._tree.replace(links)
+                        self._add_done(self._tree.expiring.rotate())
                     return decision
         except BaseException:
             self.disconnect()
             raise
-        decision = super().decide(proposal, since=since)
+        decision = self._decide_in_store(proposal, since=since)
         if tries and not decision.failed and not decision.in_tree:
-            self._state.num_tries += 1  # all ranks were there, and could not connect
+            self._tree.num_tries += 1  # all ranks were there, and could not connect
         return decision
 
     def _decide_in_tree(self, links: TreeLinks, proposal: Proposal, look: Callable[[], float]) -> Decision:
@@ -663,7 +548,7 @@ class TreeRendezvous(StoreRendezvous):
 
     def _may_connect(self) -> bool:
         """Whether this call makes a tree: the same on all ranks, as only those in order come to the next."""
-        return self._thread == threading.get_ident() and self._state.num_tries < _MOST_TRIES
+        return self._thread == threading.get_ident() and self._tree.num_tries < _MOST_TRIES
 
     def _make_tree(self, what: str, look: Callable[[], float], wait_s: float) -> TreeLinks | None:
         """Connects to the neighbours; returns None if the ranks meet in the store instead."""

@@ -16,7 +16,7 @@ from fastload.comm.world import World
 from fastload.doctor.facts import Facts, look_around
 from fastload.errors import CheckpointNotFound, FastloadError
 from fastload.formats.names import NAMES
-from fastload.loading.access import Access, agree_on_access
+from fastload.loading.access import agree_on_access
 from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.links import Links
@@ -144,30 +144,25 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
             access = agree_on_access(world, location.url, connect, {"path": location.given})
         world.acknowledge()
         access.storage.close()
-        return _opened(begun, access, world.size, options)
+        choice = choose_strategy(
+            options.strategy,
+            world_size=world.size,
+            readers=access.readers,
+            hosts=access.hosts,
+            shared=access.shared,
+            fast_links=False,
+        )
     except CheckpointNotFound as error:
         return replace(begun, problem=str(error), is_missing=True)
     except FastloadError as error:
         return replace(begun, problem=f"{type(error).__name__}: {error}")
-
-
-def _opened(begun: Opening, access: Access, num_ranks: int, options: LoadOptions) -> Opening:
-    manifest = access.manifest
-    decision = choose_strategy(
-        options.strategy,
-        world_size=num_ranks,
-        readers=access.readers,
-        hosts=access.hosts,
-        shared=access.shared,
-        fast_links=False,
-    )
     return replace(
         begun,
-        format=manifest.format,
-        nbytes=manifest.nbytes,
-        num_files=len(manifest.files),
-        strategy=decision.strategy,
-        why=decision.why,
+        format=access.manifest.format,
+        nbytes=access.manifest.nbytes,
+        num_files=len(access.manifest.files),
+        strategy=choice.strategy,
+        why=choice.why,
         notes=dict(access.notes),
     )
 

@@ -229,16 +229,12 @@ def _room(path: str) -> tuple[int, int]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
 def _number_in(path: str) -> int:
     """Returns the number in a file; 0 if there is none, or it is negative."""
-    text = _text(path).strip()
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return 0
     return int(text) if text.isdigit() else 0
 
 

@@ -47,7 +47,6 @@ class Cluster:
         inner_bytes_per_s: Rate between the devices of a host: an assumption, for NVLink driven by few
             multiprocessors.
         call_s: Cost of a collective to its caller: an assumption.
-        request_s: Time to the first byte of a read.
         opening_s: Time before the first read, agreements excluded.
         agreeing_s: Time of the agreements; None for the first load of a group, whose ranks build their tree
             while the first one reads the headers.
@@ -67,7 +66,6 @@ class Cluster:
     message_s: float | None = None
     inner_bytes_per_s: float = 100e9
     call_s: float = 50e-6
-    request_s: float = 0.0
     opening_s: float = 0.15
     agreeing_s: float | None = None
 

@@ -420,7 +420,6 @@ def _predict(
         depth=plan.depth,
         num_reads=num_reads(plan.depth, alone=decision.alone),
         stages=stages.__getitem__,
-        request_s=cluster.request_s * factor,
         alone=decision.alone,
     ).run()
     totals = {name: sum(limit[name] for limit in limits) for name in limits[0]} if limits else {}

@@ -6,8 +6,7 @@ Reading
     A reader posts `depth` rounds, reads `depth // 2` of their chunks at once, and hands them over in order. A
     placed round frees its staging buffer for the next one. Where readers take turns, the chunks of
     `TransferPlan.ahead` rounds are read at once. All readers advance in step: storage, and each host's share
-    of it, are divided evenly among them, and a reader's part among its reads in flight. A request adds
-    `request_s` without data, which the other reads of that reader do not hide.
+    of it, are divided evenly among them, and a reader's part among its reads in flight.
 
 Links
     A host's link carries storage traffic and the exchange, and works both ways at once. With several hosts
@@ -155,7 +154,6 @@ class ReplicatedLoad:
             num_reads=plan.ahead or num_reads(plan.depth, alone=alone),
             ahead=plan.ahead,
             stages=costs.stages_of(plan),
-            request_s=cluster.request_s,
             alone=alone,
         ).run()
         pace_s = moving_s / max(1, plan.num_rounds)
@@ -287,7 +285,6 @@ class RankRounds:
         num_reads: Chunks read at once.
         ahead: Rounds, from the first in flight, whose chunks may be read; 0 for those in flight.
         stages: Returns the stages of a round. Skipped rounds take as long as those before them.
-        request_s: Time to the first byte of a read.
         alone: Whether nothing is exchanged.
     """
 
@@ -299,11 +296,9 @@ class RankRounds:
         num_reads: int,
         ahead: int = 0,
         stages: Callable[[int], Stages],
-        request_s: float,
         alone: bool,
     ) -> None:
         self._stages = stages
-        self._request_s = request_s
         self._alone = alone
         self._depth = depth
         self._ahead = ahead or depth
@@ -348,26 +343,23 @@ class RankRounds:
                 )
 
     def _simulate(self) -> None:
-        """Advances from event to event: a read may start, its first byte arrives, or its last."""
+        """Advances from event to event: a read may start, or has ended."""
         posted = [0.0] * min(self._ahead, self._num_rounds)
         flying: list[_Read] = []
         ended: dict[int, float] = {}
         now, begun = 0.0, 0
         while len(self._placed) < self._num_rounds:
             while begun < len(posted) and len(flying) < self._threads and posted[begun] <= now:
-                flying.append(_Read(begun, self._stages_of(begun).read_s, now, now + self._request_s))
+                flying.append(_Read(begun, self._stages_of(begun).read_s, now))
                 begun += 1
-            flowing = [read for read in flying if read.first_byte_s <= now]
-            awaited = [read.first_byte_s for read in flying if read.first_byte_s > now]
-            if begun < len(posted) and len(flying) < self._threads:
-                awaited.append(posted[begun])
-            shortest_s = min((read.left_s for read in flowing), default=math.inf)
+            shortest_s = min((read.left_s for read in flying), default=math.inf)
             # Reads in flight share the rate evenly.
-            end_s = now + shortest_s * len(flowing) if flowing else math.inf
-            until_s = min([end_s, *awaited])
-            progress_s = shortest_s if until_s == end_s else (until_s - now) / max(1, len(flowing))
+            end_s = now + shortest_s * len(flying) if flying else math.inf
+            can_begin = begun < len(posted) and len(flying) < self._threads
+            until_s = min(end_s, posted[begun]) if can_begin else end_s
+            progress_s = shortest_s if until_s == end_s else (until_s - now) / max(1, len(flying))
             now = until_s
-            for read in flowing:
+            for read in list(flying):
                 read.left_s -= progress_s
                 if read.left_s <= _NOTHING * progress_s:
                     flying.remove(read)
@@ -405,4 +397,3 @@ class _Read:
     index: int
     left_s: float
     begin_s: float
-    first_byte_s: float

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.rendezvous import StoreRendezvous
+from fastload.comm.rendezvous import GroupState, StoreRendezvous
 from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import FastloadError
@@ -37,7 +37,7 @@ def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
     def run(rank: int) -> tuple[Any, int]:
         store = CountedStore(server.port)
         member = Member(rank, size, None, "gone")
-        world = World(StoreRendezvous(store, member, call="telling", timeout_s=60.0))
+        world = World(StoreRendezvous(store, GroupState(), member, call="telling", timeout_s=60.0))
 
         def make() -> bytes:
             content = contents[rank]
@@ -87,6 +87,7 @@ def test_what_a_rank_has_left_is_there_for_whoever_hears_of_it() -> None:
     one, other = (
         StoreRendezvous(
             dist.TCPStore("127.0.0.1", server.port, is_master=False),
+            GroupState(),
             Member(rank, 2, None, "gone"),
             call="leaving",
             timeout_s=20.0,

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from fastload.comm import tree
 from fastload.comm.cache import ConnectionCache
 from fastload.comm.group import join_in
+from fastload.comm.rendezvous import ExpiringKeys
 from fastload.comm.responses import Each, write_response
 from fastload.comm.store import Member
-from fastload.comm.tree import ExpiringKeys, TreeState
+from fastload.comm.tree import TreeState
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
 

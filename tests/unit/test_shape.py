@@ -25,7 +25,7 @@ DISTRIBUTED = {
     "integrations/vllm_refresh.py",
     "comm/group.py",
     "comm/launch.py",
-    "comm/tree.py",
+    "comm/rendezvous.py",
     "transfer/device_transport.py",
     "transfer/links.py",
 }
