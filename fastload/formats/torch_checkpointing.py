@@ -131,32 +131,35 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         )
 
     found = dict(zip(map(wanted.__getitem__, stats), in_threads(read, [*stats]), strict=True))
-    digests: dict[str, set[str]] = {key: set() for key in unsharded}
-    for key, rank in [*found] if unsharded else ():
-        if key in unsharded:
-            digests[key].add(found[key, rank].files[0].header_digest)
-            if rank:  # equal to that of rank 0, or not read
-                del found[key, rank]
-    differing = {key for key, each in digests.items() if len(each) > 1}
-    found = {(key, rank): manifest for (key, rank), manifest in found.items() if key not in differing}
-    parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(found.items())}
+    equal = {
+        key
+        for key, num_ranks in unsharded.items()
+        if len({found[key, rank].files[0].header_digest for rank in range(num_ranks)}) == 1
+    }
+    kept = {
+        (key, rank): manifest
+        for (key, rank), manifest in found.items()
+        if key in metadata or (key in equal and rank == 0)
+    }
+    parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(kept.items())}
     tensors: list[TensorEntry] = []
     nodes: list[Any] = []
     for key, item in metadata.items():
         of_item = {rank: parts[key, rank] for rank in item.ranks()}
         tensors += _tensors(key, item, of_item, where)
         nodes += (encode_value(key), _structure(item, [*of_item.values()], where))
-    for key in (key for key in unsharded if key not in differing):
-        tensors += parts[key, 0].tensors
-        nodes += (encode_value(key), parts[key, 0].structure)
-    for key in sorted(differing):
+    for key in unsharded:
         why = f"{key!r}, which differs between the ranks: load the file of one rank, such as"
-        nodes += (encode_value(key), refused_node(f"{why} {_default_name(key, 0)}"))
+        node = refused_node(f"{why} {_default_name(key, 0)}")
+        if key in equal:
+            tensors += parts[key, 0].tensors
+            node = parts[key, 0].structure
+        nodes += (encode_value(key), node)
     require_few_repeated(tensors, sum(stat.nbytes for stat in stats.values()), where)
     digest = xxhash.xxh3_128_hexdigest(text)
     return join_manifests(
         storage.url,
-        [*found.values()],
+        [*kept.values()],
         tensors,
         {"dict": nodes},
         record_digest=digest,
