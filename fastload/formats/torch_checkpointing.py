@@ -110,27 +110,19 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     budget = MemoryBudget(storage.url)
     budget.add_input(len(text))
     metadata = _Parser(where, budget).parse(text)
-    wanted = {
-        item.files.get(rank, _default_name(key, rank)): (key, rank)
-        for key, item in metadata.items()
-        for rank in item.ranks()
-    }
-    if len(wanted) < sum(len(item.ranks()) for item in metadata.values()):
-        raise ManifestError(f"{where}: several items or ranks have one file")
     unsharded = _unsharded(listing, metadata)
-    for key, num_ranks in unsharded.items():
-        wanted |= {_default_name(key, rank): (key, rank) for rank in range(num_ranks)}
-    stats = stat_all(storage, sorted(wanted))
+    places = _places(metadata, unsharded, where)
+    stats = stat_all(storage, sorted(places))
 
     def read(name: str) -> Manifest:
-        key, _ = wanted[name]
+        key, _ = places[name]
         if name.endswith(SUFFIX):
             return _renamed(safetensors.read_file(storage, name, stats[name]), key)
         return zip_file.read_file(
             storage, name, stats[name], exact=exact, budget=budget, state_name=key, local_shards=True
         )
 
-    found = dict(zip(map(wanted.__getitem__, stats), in_threads(read, [*stats]), strict=True))
+    found = dict(zip(map(places.__getitem__, stats), in_threads(read, [*stats]), strict=True))
     equal = {
         key
         for key, num_ranks in unsharded.items()
@@ -171,6 +163,23 @@ def _default_name(key: str, rank: int) -> str:
     return f"{key}_{rank}.pt"
 
 
+def _places(
+    metadata: Mapping[str, ShardedItem], unsharded: Mapping[str, int], where: str
+) -> dict[str, tuple[str, int]]:
+    """Returns the item and the rank of each file to read.
+
+    Raises:
+        ManifestError: Two have the same file.
+    """
+    sharded = [(key, rank, item) for key, item in metadata.items() for rank in item.ranks()]
+    found = {item.files.get(rank, _default_name(key, rank)): (key, rank) for key, rank, item in sharded}
+    if len(found) < len(sharded):
+        raise ManifestError(f"{where}: several items or ranks have one file")
+    for key, num_ranks in unsharded.items():
+        found |= {_default_name(key, rank): (key, rank) for rank in range(num_ranks)}
+    return found
+
+
 def record_digest(storage: Storage) -> str:
     """Returns the `Manifest.record_digest` of a directory on this rank; empty without metadata."""
     stat = storage.stat(SHARDING_NAME)
@@ -189,7 +198,8 @@ def _unsharded(listing: Sequence[str], metadata: Mapping[str, ShardedItem]) -> d
     return {
         key: len(found)
         for key, found in sorted(ranks.items())
-        if found == set(range(len(found))) and _default_name(key, 0) not in named
+        if found == set(range(len(found)))
+        and named.isdisjoint(_default_name(key, rank) for rank in range(len(found)))
     }
 
 
