@@ -29,7 +29,6 @@ from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
-from fastload.formats.reading import url_of
 from fastload.formats.state import leaves, own_view, raise_refused
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.untrusted import parse_json
@@ -343,7 +342,7 @@ def _copy(
             if stat is not None and stat.nbytes <= _MAX_COPIED_BYTES:
                 content = storage.read_all(name, stat)
                 if name == CONFIG_NAME:
-                    config = parse_json(content, url_of(storage, name))
+                    config = parse_json(content, storage.label(name))
                     if (edited := edit(config)) != config:
                         content = json.dumps(edited, indent=2).encode()
                 put_next_to(place, NAMES, name, content, patience=options.patience)

@@ -26,14 +26,14 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import SHARDING_NAME, SUFFIX
 from fastload.formats.parts import TensorPart, join_manifests, join_parts, nested, numbered
-from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import digest_of_file, read_limited, stat_all
 from fastload.formats.safetensors import reader as safetensors
-from fastload.formats.state import children, refused_node
+from fastload.formats.state import children, dict_node, refused_node
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.unpickle import PickledDict, PickleParser, unpickle
 from fastload.formats.torch_save.zip_file import require_few_repeated
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, is_size, parse_value, show
-from fastload.formats.values import MAX_DEPTH, encode_value, num_chars
+from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box
 from fastload.geometry.shards import local_shape, shard_boxes, shard_intervals
 from fastload.storage.base import Storage
@@ -105,7 +105,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         ManifestError: The metadata or a file are malformed, or they contradict each other.
         StorageError: Storage failed.
     """
-    where = url_of(storage, SHARDING_NAME)
+    where = storage.label(SHARDING_NAME)
     text = read_limited(storage, SHARDING_NAME, "metadata", _MAX_METADATA_BYTES)
     budget = MemoryBudget(storage.url)
     budget.add_input(len(text))
@@ -135,25 +135,24 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     }
     parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(kept.items())}
     tensors: list[TensorEntry] = []
-    nodes: list[Any] = []
+    nodes: dict[str, Any] = {}
     for key, item in metadata.items():
         of_item = {rank: parts[key, rank] for rank in item.ranks()}
         tensors += _tensors(key, item, of_item, where)
-        nodes += (encode_value(key), _structure(item, [*of_item.values()], where))
+        nodes[key] = _structure(item, [*of_item.values()], where)
     for key in unsharded:
         why = f"{key!r}, which differs between the ranks: load the file of one rank, such as"
-        node = refused_node(f"{why} {_default_name(key, 0)}")
+        nodes[key] = refused_node(f"{why} {_default_name(key, 0)}")
         if key in equal:
             tensors += parts[key, 0].tensors
-            node = parts[key, 0].structure
-        nodes += (encode_value(key), node)
+            nodes[key] = parts[key, 0].structure
     require_few_repeated(tensors, sum(stat.nbytes for stat in stats.values()), where)
     digest = xxhash.xxh3_128_hexdigest(text)
     return join_manifests(
         storage.url,
         [*kept.values()],
         tensors,
-        {"dict": nodes},
+        dict_node(nodes),
         record_digest=digest,
         format="torch_checkpointing",
     )
@@ -182,10 +181,7 @@ def _places(
 
 def record_digest(storage: Storage) -> str:
     """Returns the `Manifest.record_digest` of a directory on this rank; empty without metadata."""
-    stat = storage.stat(SHARDING_NAME)
-    if stat is None or stat.nbytes > _MAX_METADATA_BYTES:
-        return ""
-    return xxhash.xxh3_128_hexdigest(read_bytes(storage, SHARDING_NAME, 0, stat.nbytes))
+    return digest_of_file(storage, SHARDING_NAME, _MAX_METADATA_BYTES)
 
 
 def _unsharded(listing: Sequence[str], metadata: Mapping[str, ShardedItem]) -> dict[str, int]:

@@ -17,7 +17,6 @@ from fastload.comm.world import World
 from fastload.errors import ChecksumError, IncompleteCheckpoint
 from fastload.formats.manifest import FileEntry
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
-from fastload.formats.reading import url_of
 from fastload.loading.load import Session
 from fastload.loading.verify import team_of
 from fastload.report import RankReport, VerifyReport
@@ -130,7 +129,7 @@ def compare_share(
             found = world.await_work(work, lambda: None)
             if found != known[file]:
                 raise ChecksumError(
-                    f"{url_of(storage, file.name)}: not the file on the hub: SHA-256 {known[file]} expected, "
+                    f"{storage.label(file.name)}: not the file on the hub: SHA-256 {known[file]} expected, "
                     f"{found} found: download it again"
                 )
     finally:

@@ -22,7 +22,7 @@ from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.parts import join_pieces, nested, numbered
-from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
@@ -52,7 +52,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     """
     names = metadata_names(listing)
     texts = _read_metadata(storage, names)
-    urls = [url_of(storage, name) for name in names]
+    urls = [storage.label(name) for name in names]
     where = urls[0] if len(urls) == 1 else storage.url
     budget = MemoryBudget(storage.url)
     metadata = parse_dcp_metadata(dict(zip(urls, texts, strict=True)), where, budget)
@@ -115,11 +115,11 @@ def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str
     for item in items:
         end, nbytes = item.offset + item.nbytes, stats[item.file].nbytes
         if end > nbytes:
-            where = f"{url_of(storage, item.file)}: cut off"
+            where = f"{storage.label(item.file)}: cut off"
             raise ManifestError(f"{where}: it has {nbytes} bytes, {METADATA_NAME} has an item up to {end}")
     for item, after in pairwise(items):
         if item.file == after.file and item.offset + item.nbytes > after.offset:
-            raise ManifestError(f"{url_of(storage, item.file)}: items overlap at byte {after.offset}")
+            raise ManifestError(f"{storage.label(item.file)}: items overlap at byte {after.offset}")
     return stats
 
 
@@ -214,7 +214,7 @@ class _Reader:
 
     def _read_value(self, name: str, item: Item, data: bytes) -> str:
         """Adds a value, given its bytes, if they have been read; returns its digest."""
-        where = f"{url_of(self._storage, item.file)}: {show(name)}"
+        where = f"{self._storage.label(item.file)}: {show(name)}"
 
         def read(offset: int, nbytes: int) -> bytes:
             if data:
@@ -235,6 +235,6 @@ class _Reader:
         self.tensors += numbered(part, self._numbers[_COMMON_NAME]).tensors
         parts = part.structure.get("dict") if type(part.structure) is dict else None
         if type(parts) is not list:
-            where = url_of(self._storage, _COMMON_NAME)
+            where = self._storage.label(_COMMON_NAME)
             raise ManifestError(f"{where}: no dict but {show(part.structure)}")
         return parts
