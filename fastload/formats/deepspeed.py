@@ -155,7 +155,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
     try:
-        tensors, structure = _Reader(files, budget).read()
+        tensors, structure = _PartitionReader(files, budget).read()
     except ValueError as error:
         raise (
             error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
@@ -183,7 +183,7 @@ def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
     return found
 
 
-class _Reader:
+class _PartitionReader:
     """Joins the tensors of all files.
 
     Args:

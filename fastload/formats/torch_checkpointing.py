@@ -109,7 +109,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     text = read_limited(storage, SHARDING_NAME, "metadata", _MAX_METADATA_BYTES)
     budget = MemoryBudget(storage.url)
     budget.add_input(len(text))
-    metadata = _Parser(where, budget).parse(text)
+    metadata = _ShardingParser(where, budget).parse(text)
     unsharded = _unsharded(listing, metadata)
     places = _places(metadata, unsharded, where)
     stats = stat_all(storage, sorted(places))
@@ -265,7 +265,7 @@ def _merged(one: Any, other: Any) -> Any:
     return {tag: items}
 
 
-class _Parser(PickleParser):
+class _ShardingParser(PickleParser):
     """Parses ``metadata.pkl``: dicts, lists, tuples and plain values, nothing else.
 
     Args:

@@ -59,7 +59,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     common = [_COMMON_NAME] if _MEGATRON_NAMES.issubset(listing) else []
     stats = _stat_files(storage, metadata, where) | stat_all(storage, common)
     stats = dict(sorted(stats.items()))
-    reader = _Reader(storage, metadata, [*stats], budget)
+    reader = _ItemReader(storage, metadata, [*stats], budget)
     guards, heads = reader.read_tensors(exact=exact)
     digests = reader.read_values()
     keys = reader.read_common(stats[_COMMON_NAME]) if common else []
@@ -123,7 +123,7 @@ def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str
     return stats
 
 
-class _Reader:
+class _ItemReader:
     """Finds the tensors and values of a checkpoint in its files.
 
     Args:
