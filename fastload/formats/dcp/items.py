@@ -90,9 +90,11 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
             if near.startswith(layout.head):
                 return layout
         layout = _read_layout(storage, one, near)
-        if layout.entry is not None:
+        if layout.entry is None:
+            return layout
+        if layout not in of_kind[:_MAX_LAYOUTS]:  # its head may be longer than what was read at first
             of_kind.append(layout)
-        return layout
+        return of_kind[of_kind.index(layout)]
 
     return in_threads(find, wanted, _at_once(storage))
 
