@@ -30,7 +30,6 @@ from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
-from fastload.formats.reading import url_of
 from fastload.formats.state import leaves, own_view, raise_refused
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.untrusted import parse_json
@@ -346,7 +345,7 @@ def _edited_config(
         stat = storage.stat(CONFIG_NAME) if names is not None and CONFIG_NAME in names else None
         if stat is None or stat.nbytes > _MAX_COPIED_BYTES:
             return {}
-        config = parse_json(storage.read_all(CONFIG_NAME, stat), url_of(storage, CONFIG_NAME))
+        config = parse_json(storage.read_all(CONFIG_NAME, stat), storage.label(CONFIG_NAME))
     edited = edit(config)
     return {} if edited == config else {CONFIG_NAME: json.dumps(edited, indent=2).encode()}
 

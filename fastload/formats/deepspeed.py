@@ -29,11 +29,11 @@ from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import ZERO_FILE
 from fastload.formats.parts import join_manifests, join_pieces, numbered
 from fastload.formats.reading import stat_all
-from fastload.formats.state import children, leaf_of, leaves
+from fastload.formats.state import children, dict_node, leaf_of, leaves
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.unpickle import sizes_of
 from fastload.formats.untrusted import MemoryBudget, is_size, show
-from fastload.formats.values import decode_value, encode_value
+from fastload.formats.values import decode_value
 from fastload.geometry.box import boxes_of_range
 from fastload.storage.base import Storage
 
@@ -155,12 +155,12 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
     try:
-        tensors, nodes = _Reader(files, budget).read()
+        tensors, structure = _PartitionReader(files, budget).read()
     except ValueError as error:
         raise (
             error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
         ) from None
-    return join_manifests(storage.url, parts, tensors, {"dict": nodes}, format="deepspeed")
+    return join_manifests(storage.url, parts, tensors, structure, format="deepspeed")
 
 
 def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -183,7 +183,7 @@ def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
     return found
 
 
-class _Reader:
+class _PartitionReader:
     """Joins the tensors of all files.
 
     Args:
@@ -197,8 +197,8 @@ class _Reader:
         self._model = files["model", 0]
         self._tensors: dict[str, TensorEntry] = {}
 
-    def read(self) -> tuple[Iterable[TensorEntry], list[Any]]:
-        """Returns the tensors, and the nodes of the state.
+    def read(self) -> tuple[Iterable[TensorEntry], Any]:
+        """Returns the tensors, and the structure of the state.
 
         Raises:
             ValueError: Something is malformed.
@@ -216,13 +216,12 @@ class _Reader:
             masters = self._vectors("optim", ["optimizer_state_dict", key])
             zero = self._zero(stage, shapes, masters)
             kept["module"] = self._module(zero, masters, state.get("module"))
-        for saved in leaves({"dict": [each for pair in kept.items() for each in pair]}):
+        for saved in leaves(dict_node(kept)):
             if saved.stored not in self._tensors:
                 self._tensors[saved.stored] = self._entry(("model", 0), saved.stored)
-        nodes = [each for key, node in kept.items() for each in (encode_value(key), node)]
         if zero is not None:
-            nodes += ("optimizer", self._optimizer(zero))
-        return self._tensors.values(), nodes
+            kept["optimizer"] = self._optimizer(zero)
+        return self._tensors.values(), dict_node(kept)
 
     def _stage(self) -> int:
         """Returns 3, 2 for stages 1 and 2, and 0 without partitions."""
@@ -270,7 +269,7 @@ class _Reader:
         for name, target in _children(shared, "shared_params").items() if shared is not None else ():
             if target in own:
                 own[name] = {"tensor": [f"module.{target}"]}
-        items: list[Any] = []
+        kept = {}
         for name, node in own.items():
             saved = leaf_of(node, f"module.{name}")
             if saved is not None and saved.stored not in self._tensors:
@@ -278,8 +277,8 @@ class _Reader:
                 if zero.stage == 3 and entry.shape == (0,):
                     continue  # a parameter whose place another one has, to which it is tied
                 self._tensors[saved.stored] = entry
-            items += (encode_value(name), node)
-        return {"dict": items}
+            kept[name] = node
+        return dict_node(kept)
 
     def _add_frozen(self, own: dict[Any, Any]) -> None:
         shapes = self._shapes("frozen_param_shapes") or []
@@ -308,28 +307,28 @@ class _Reader:
             for group, node in _children(found, prefix).items()
         }
         vectors: dict[str, Vectors] = {}  # of each kind of state
-        nodes: list[Any] = []
+        nodes: dict[str, Any] = {}
         for name, shape, slices in zero.slices():
             group = self._group_of(zero, name, slices)
-            own: list[Any] = []
+            own: dict[str, Any] = {}
             for kind, value in kinds.get(group, {}).items():
                 place = f"{prefix}.{group}.{kind}"
                 saved = leaf_of(value, place)
                 if saved is None:
-                    own += (kind, value)
+                    own[kind] = value
                     continue
                 entry = self._entry(("optim", 0), saved.stored)
                 if len(entry.shape) != 1:
                     self._tensors.setdefault(place, replace(entry, name=place))
-                    own += (kind, {"tensor": [place]})
+                    own[kind] = {"tensor": [place]}
                     continue
                 if kind not in vectors:
                     keys = [(number, kind) for number in range(len(zero.numels[0]))]
                     vectors[kind] = self._vectors("optim", path, keys)
                 self._join(f"optimizer.state.{name}.{kind}", shape, slices, vectors[kind])
-                own += (kind, {})
-            nodes += (encode_value(name), {"dict": own})
-        return {"dict": ["state", {"dict": nodes}]}
+                own[kind] = {}
+            nodes[name] = dict_node(own)
+        return dict_node({"state": dict_node(nodes)})
 
     def _group_of(self, zero: Zero, name: str, slices: Sequence[Slice]) -> int:
         if slices:

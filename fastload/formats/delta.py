@@ -171,17 +171,15 @@ def decode(counts: Tensor, indices: Tensor, lengths: Tensor, segment: int) -> Te
         segment: Elements of any but the last.
     """
     counts = counts.to(torch.int64)
-    starts = torch.arange(len(counts)) * segment
+    starts = torch.repeat_interleave(torch.arange(len(counts)) * segment, counts)
     dense = counts == lengths
     if not bool(dense.any()):
-        return torch.repeat_interleave(starts, counts).add_(indices)
-    positions = torch.empty(int(counts.sum()), dtype=torch.int64)
+        return starts.add_(indices)
     is_dense = torch.repeat_interleave(dense, counts)
-    positions[~is_dense] = torch.repeat_interleave(starts[~dense], counts[~dense]).add_(indices)
-    sizes = counts[dense]
-    firsts = starts[dense] - (torch.cumsum(sizes, 0) - sizes)
-    positions[is_dense] = torch.repeat_interleave(firsts, sizes) + torch.arange(int(sizes.sum()))
-    return positions
+    firsts = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
+    within = torch.arange(len(starts)).sub_(firsts)  # right where all elements are there
+    within[~is_dense] = indices.to(torch.int64)
+    return starts.add_(within)
 
 
 class Changes(NamedTuple):

@@ -167,11 +167,11 @@ def nested(nodes: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]], w
         if path[-1] in tree:
             raise ManifestError(f"{where}: the keys of {show(name)}, {show(path)}, are not its own")
         tree[path[-1]] = _Leaf(node)
-    writer = _Writer(where, _MAX_HOLES + len(nodes))
+    writer = _TreeWriter(where, _MAX_HOLES + len(nodes))
     return writer.dict(root, ())
 
 
-class _Writer:
+class _TreeWriter:
     """Writes a tree of keys as a structure."""
 
     def __init__(self, where: str, max_holes: int) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import xxhash
+
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
-
-
-def url_of(storage: Storage, name: str) -> str:
-    """Returns the URL of a file, for messages."""
-    return f"{storage.url.rstrip('/')}/{name}" if name else storage.url
 
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
@@ -50,6 +47,14 @@ def read_limited(storage: Storage, name: str, what: str, max_bytes: int) -> byte
     nbytes = stat_all(storage, [name])[name].nbytes
     if nbytes > max_bytes:
         raise ManifestError(
-            f"{url_of(storage, name)}: {what} of {nbytes} bytes is over the limit of {max_bytes}"
+            f"{storage.label(name)}: {what} of {nbytes} bytes is over the limit of {max_bytes}"
         )
     return read_bytes(storage, name, 0, nbytes)
+
+
+def digest_of_file(storage: Storage, name: str, max_bytes: int) -> str:
+    """Returns the xxh3-128 of a file as this rank sees it; empty if it is missing, or too long."""
+    about = storage.stat(name)
+    if about is None or about.nbytes > max_bytes:
+        return ""
+    return xxhash.xxh3_128_hexdigest(read_bytes(storage, name, 0, about.nbytes))

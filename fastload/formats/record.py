@@ -21,7 +21,7 @@ from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, 
 from fastload.formats.manifest import CHECKSUM_BYTES as CHECKSUM_BYTES
 from fastload.formats.manifest import Delta, Manifest, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
-from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import digest_of_file, read_bytes, read_limited, stat_all
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
@@ -288,8 +288,8 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
             f"{storage.url}: a save to it has not ended: {SAVING_NAME} but no {RECORD_NAME}"
         )
     text = read_limited(storage, RECORD_NAME, "record", MAX_RECORD_BYTES)
-    record = parse(text, url_of(storage, RECORD_NAME))
-    check_names(record.state, url_of(storage, RECORD_NAME), len(text))
+    record = parse(text, storage.label(RECORD_NAME))
+    check_names(record.state, storage.label(RECORD_NAME), len(text))
     names = [file.name for file in record.files]
     try:
         stats = stat_all(storage, names)
@@ -298,13 +298,13 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
     for file in record.files:
         if stats[file.name].nbytes != file.nbytes:
             sizes = f"{stats[file.name].nbytes} bytes, of {file.nbytes} that {RECORD_NAME} records"
-            raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}", is_damage=True)
+            raise ManifestError(f"{storage.label(file.name)}: has {sizes}", is_damage=True)
     by_name = {file.name: file for file in record.files}
     manifest = assemble(storage, stats, lambda name, _: _read_header(storage, by_name[name]))
     for file, wanted in zip(record.files, blocks_of_files(manifest, record.block_bytes), strict=True):
         found = len(file.checksums) // CHECKSUM_BYTES
         if found != wanted:
-            where = f"{url_of(storage, RECORD_NAME)}: {show(file.name)}"
+            where = f"{storage.label(RECORD_NAME)}: {show(file.name)}"
             raise ManifestError(f"{where}: {found} checksums for {wanted} blocks")
     return replace(
         manifest,
@@ -323,10 +323,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
 
 def record_digest(storage: Storage) -> str:
     """Returns the `Manifest.record_digest` of a checkpoint on this rank; empty without a record."""
-    stat = storage.stat(RECORD_NAME)
-    if stat is None or stat.nbytes > MAX_RECORD_BYTES:
-        return ""
-    return digest_of(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
+    return digest_of_file(storage, RECORD_NAME, MAX_RECORD_BYTES)
 
 
 def digest_of(text: bytes) -> str:
@@ -336,7 +333,7 @@ def digest_of(text: bytes) -> str:
 
 def _read_header(storage: Storage, file: RecordedFile) -> bytes:
     """Reads the JSON text of a header of known length and checksum, in one request."""
-    url = url_of(storage, file.name)
+    url = storage.label(file.name)
     length = file.header_bytes - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ManifestError(f"{url}: header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")

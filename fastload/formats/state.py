@@ -51,6 +51,7 @@ from fastload.formats.values import (
     Unknown,
     crowded,
     decode_value,
+    encode_value,
     key_text,
     list_of,
     num_chars,
@@ -186,6 +187,11 @@ def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
         return None
     keys = read_keys(list_of(payload)[::2])
     return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
+
+
+def dict_node(nodes: Mapping[Any, Any]) -> Any:
+    """Returns the node of a dict, given those of its values by key."""
+    return {"dict": [each for key, node in nodes.items() for each in (encode_value(key), node)]}
 
 
 def leaf_of(node: Any, name: str) -> SavedTensor | None:

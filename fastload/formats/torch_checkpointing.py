@@ -26,14 +26,14 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import SHARDING_NAME, SUFFIX
 from fastload.formats.parts import TensorPart, join_manifests, join_parts, nested, numbered
-from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import digest_of_file, read_limited, stat_all
 from fastload.formats.safetensors import reader as safetensors
-from fastload.formats.state import children, refused_node
+from fastload.formats.state import children, dict_node, refused_node
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.unpickle import PickledDict, PickleParser, unpickle
 from fastload.formats.torch_save.zip_file import require_few_repeated
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, is_size, parse_value, show
-from fastload.formats.values import MAX_DEPTH, encode_value, num_chars
+from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box
 from fastload.geometry.shards import local_shape, shard_boxes, shard_intervals
 from fastload.storage.base import Storage
@@ -105,60 +105,54 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         ManifestError: The metadata or a file are malformed, or they contradict each other.
         StorageError: Storage failed.
     """
-    where = url_of(storage, SHARDING_NAME)
+    where = storage.label(SHARDING_NAME)
     text = read_limited(storage, SHARDING_NAME, "metadata", _MAX_METADATA_BYTES)
     budget = MemoryBudget(storage.url)
     budget.add_input(len(text))
-    metadata = _Parser(where, budget).parse(text)
-    wanted = {
-        item.files.get(rank, _default_name(key, rank)): (key, rank)
-        for key, item in metadata.items()
-        for rank in item.ranks()
-    }
-    if len(wanted) < sum(len(item.ranks()) for item in metadata.values()):
-        raise ManifestError(f"{where}: several items or ranks have one file")
+    metadata = _ShardingParser(where, budget).parse(text)
     unsharded = _unsharded(listing, metadata)
-    for key, num_ranks in unsharded.items():
-        wanted |= {_default_name(key, rank): (key, rank) for rank in range(num_ranks)}
-    stats = stat_all(storage, sorted(wanted))
+    places = _places(metadata, unsharded, where)
+    stats = stat_all(storage, sorted(places))
 
     def read(name: str) -> Manifest:
-        key, _ = wanted[name]
+        key, _ = places[name]
         if name.endswith(SUFFIX):
             return _renamed(safetensors.read_file(storage, name, stats[name]), key)
         return zip_file.read_file(
             storage, name, stats[name], exact=exact, budget=budget, state_name=key, local_shards=True
         )
 
-    found = dict(zip(map(wanted.__getitem__, stats), in_threads(read, [*stats]), strict=True))
-    digests: dict[str, set[str]] = {key: set() for key in unsharded}
-    for key, rank in [*found] if unsharded else ():
-        if key in unsharded:
-            digests[key].add(found[key, rank].files[0].header_digest)
-            if rank:  # equal to that of rank 0, or not read
-                del found[key, rank]
-    differing = {key for key, each in digests.items() if len(each) > 1}
-    found = {(key, rank): manifest for (key, rank), manifest in found.items() if key not in differing}
-    parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(found.items())}
+    found = dict(zip(map(places.__getitem__, stats), in_threads(read, [*stats]), strict=True))
+    equal = {
+        key
+        for key, num_ranks in unsharded.items()
+        if len({found[key, rank].files[0].header_digest for rank in range(num_ranks)}) == 1
+    }
+    kept = {
+        (key, rank): manifest
+        for (key, rank), manifest in found.items()
+        if key in metadata or (key in equal and rank == 0)
+    }
+    parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(kept.items())}
     tensors: list[TensorEntry] = []
-    nodes: list[Any] = []
+    nodes: dict[str, Any] = {}
     for key, item in metadata.items():
         of_item = {rank: parts[key, rank] for rank in item.ranks()}
         tensors += _tensors(key, item, of_item, where)
-        nodes += (encode_value(key), _structure(item, [*of_item.values()], where))
-    for key in (key for key in unsharded if key not in differing):
-        tensors += parts[key, 0].tensors
-        nodes += (encode_value(key), parts[key, 0].structure)
-    for key in sorted(differing):
+        nodes[key] = _structure(item, [*of_item.values()], where)
+    for key in unsharded:
         why = f"{key!r}, which differs between the ranks: load the file of one rank, such as"
-        nodes += (encode_value(key), refused_node(f"{why} {_default_name(key, 0)}"))
+        nodes[key] = refused_node(f"{why} {_default_name(key, 0)}")
+        if key in equal:
+            tensors += parts[key, 0].tensors
+            nodes[key] = parts[key, 0].structure
     require_few_repeated(tensors, sum(stat.nbytes for stat in stats.values()), where)
     digest = xxhash.xxh3_128_hexdigest(text)
     return join_manifests(
         storage.url,
-        [*found.values()],
+        [*kept.values()],
         tensors,
-        {"dict": nodes},
+        dict_node(nodes),
         record_digest=digest,
         format="torch_checkpointing",
     )
@@ -168,12 +162,26 @@ def _default_name(key: str, rank: int) -> str:
     return f"{key}_{rank}.pt"
 
 
+def _places(
+    metadata: Mapping[str, ShardedItem], unsharded: Mapping[str, int], where: str
+) -> dict[str, tuple[str, int]]:
+    """Returns the item and the rank of each file to read.
+
+    Raises:
+        ManifestError: Two have the same file.
+    """
+    sharded = [(key, rank, item) for key, item in metadata.items() for rank in item.ranks()]
+    found = {item.files.get(rank, _default_name(key, rank)): (key, rank) for key, rank, item in sharded}
+    if len(found) < len(sharded):
+        raise ManifestError(f"{where}: several items or ranks have one file")
+    for key, num_ranks in unsharded.items():
+        found |= {_default_name(key, rank): (key, rank) for rank in range(num_ranks)}
+    return found
+
+
 def record_digest(storage: Storage) -> str:
     """Returns the `Manifest.record_digest` of a directory on this rank; empty without metadata."""
-    stat = storage.stat(SHARDING_NAME)
-    if stat is None or stat.nbytes > _MAX_METADATA_BYTES:
-        return ""
-    return xxhash.xxh3_128_hexdigest(read_bytes(storage, SHARDING_NAME, 0, stat.nbytes))
+    return digest_of_file(storage, SHARDING_NAME, _MAX_METADATA_BYTES)
 
 
 def _unsharded(listing: Sequence[str], metadata: Mapping[str, ShardedItem]) -> dict[str, int]:
@@ -186,7 +194,8 @@ def _unsharded(listing: Sequence[str], metadata: Mapping[str, ShardedItem]) -> d
     return {
         key: len(found)
         for key, found in sorted(ranks.items())
-        if found == set(range(len(found))) and _default_name(key, 0) not in named
+        if found == set(range(len(found)))
+        and named.isdisjoint(_default_name(key, rank) for rank in range(len(found)))
     }
 
 
@@ -256,7 +265,7 @@ def _merged(one: Any, other: Any) -> Any:
     return {tag: items}
 
 
-class _Parser(PickleParser):
+class _ShardingParser(PickleParser):
     """Parses ``metadata.pkl``: dicts, lists, tuples and plain values, nothing else.
 
     Args:

@@ -30,7 +30,7 @@ from fastload.formats.delta import (
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
-from fastload.formats.reading import read_bytes, read_limited, url_of
+from fastload.formats.reading import read_bytes, read_limited
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.formats.seal import SealableFile, location_of_seal
 from fastload.formats.untrusted import parse_json
@@ -226,7 +226,7 @@ def _dequantized(world: World, access: Access) -> Manifest:
         if manifest.structure is not None:
             raise OptionError(f"{manifest.url}: dequantize= is for Hugging Face's checkpoints only")
         text = read_limited(storage, CONFIG_NAME, "configuration", _MAX_CONFIG_BYTES)
-        dequantized(manifest, parse_json(text, f"{url_of(storage, CONFIG_NAME)}"))
+        dequantized(manifest, parse_json(text, storage.label(CONFIG_NAME)))
         return text
 
     what = f"reading the quantization of {manifest.url}"

@@ -23,7 +23,6 @@ from fastload.comm.world import World
 from fastload.errors import ChecksumError, IncompleteCheckpoint
 from fastload.formats.manifest import FileEntry, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
-from fastload.formats.reading import url_of
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.loading.session import Session
@@ -308,7 +307,7 @@ def compare_share(
             found = world.await_work(work, lambda: None)
             if found != known[file]:
                 raise ChecksumError(
-                    f"{url_of(storage, file.name)}: not the file on the hub: SHA-256 {known[file]} expected, "
+                    f"{storage.label(file.name)}: not the file on the hub: SHA-256 {known[file]} expected, "
                     f"{found} found: download it again"
                 )
     finally:

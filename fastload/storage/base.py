@@ -208,14 +208,14 @@ class Storage(ABC):
         """
         return ""
 
+    def label(self, name: str) -> str:
+        """Returns the URL of a file, for messages."""
+        return f"{self.url.rstrip('/')}/{name}" if name else self.url
+
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
         """Releases descriptors and connections; the storage cannot be used afterwards."""
 
     # For subclasses
-
-    def label(self, name: str) -> str:
-        """Returns the URL of a file, for messages."""
-        return f"{self.url}/{name}" if name else self.url
 
     def fill(
         self,

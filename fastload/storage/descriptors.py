@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import sys
@@ -10,13 +11,14 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 
 from fastload.base.threads import ProcessLock
 
 _PART = 8  # share of the descriptors of the process; the rest is for the program
 _FEWEST = 4
+_BUFFER_BYTES = 4 << 20
 
 
 class DescriptorPool:
@@ -221,3 +223,12 @@ class DirectFile:
         """Closes both descriptors, from the finalizer of their owner."""
         self.cached.abandon()
         self._direct.abandon()
+
+
+class AlignedBuffer(threading.local):
+    """A page-aligned buffer of each thread, for direct I/O. It is not shared with a forked child."""
+
+    @cached_property
+    def data(self) -> memoryview:
+        """The buffer of this thread."""
+        return memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -15,7 +15,7 @@ from functools import cached_property
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
 from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, fill, take
-from fastload.storage.descriptors import DirectFile
+from fastload.storage.descriptors import AlignedBuffer, DirectFile
 from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
@@ -24,11 +24,9 @@ _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNMAPPABLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _MIN_DIRECT_BYTES = 1 << 20
-_DIRECT_BLOCK_BYTES = 4 << 20
 _SHA_256 = re.compile("[0-9a-f]{64}")
 _HUB_METADATA = ".cache/huggingface/download/{}.metadata"
 _NEWER_S = 1.0  # than this metadata: a file that was changed since
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
 
 
 class LocalStorage(Storage):
@@ -62,7 +60,7 @@ class LocalStorage(Storage):
         self._io = io
         self._direct_count = ByteCounter()
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._buffer = AlignedBuffer()
 
     @property
     def shared(self) -> bool:
@@ -207,7 +205,7 @@ class LocalStorage(Storage):
         with file.direct() as direct:
             while wanted and direct is not None:
                 left, before = sum(map(len, wanted)), (offset + done) % PAGE_BYTES
-                block = self._aligned_buffer()[: round_up(before + left, PAGE_BYTES)]
+                block = self._buffer.data[: round_up(before + left, PAGE_BYTES)]
                 try:
                     count = min(os.preadv(direct, [block], offset + done - before) - before, left)
                 except OSError as error:
@@ -223,13 +221,6 @@ class LocalStorage(Storage):
                 self._direct_count.add(count)
                 done += count
         return done
-
-    def _aligned_buffer(self) -> memoryview:
-        """Returns this thread's own page-aligned buffer."""
-        if not hasattr(self._own, "block"):
-            self._own.block = memoryview(mmap.mmap(-1, _DIRECT_BLOCK_BYTES, flags=_PRIVATE))
-        block: memoryview = self._own.block
-        return block
 
     def map(self, name: str) -> Mapped | None:
         """Maps a file, copy-on-write.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
-import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +17,7 @@ from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import CheckpointExists, FastloadError, StorageError
 from fastload.storage import folders, pending
 from fastload.storage.base import Names, Written
-from fastload.storage.descriptors import DescriptorPool, DirectFile
+from fastload.storage.descriptors import AlignedBuffer, DescriptorPool, DirectFile
 from fastload.storage.destination import LocalDestination, read_list
 from fastload.storage.folders import os_errors, write_all
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_network
@@ -26,7 +25,6 @@ from fastload.storage.pending import Pending
 
 _ALIGN_BYTES = 64 << 10  # the largest pages, for O_DIRECT; a larger unit would send more bytes of shards
 _MIN_DIRECT_BYTES = 256 << 10
-_BOUNCE_BYTES = 4 << 20
 _JOURNAL = "journal"
 
 
@@ -74,34 +72,37 @@ class LocalTarget:
             with os_errors(self.url):
                 self.destination.check([name for name, _ in files], overwrite=overwrite)
             self.clean_abandoned()
-            with os_errors(os.path.dirname(self.url)):
-                held = pending.begin(self.url, self.destination.parent)
-                gathered = self._hold(held, files)
-            for name, nbytes in files:
-                with os_errors(gathered.place(name), 0, nbytes):
-                    folders.reserve(name, nbytes, gathered.folder)
+            held = self._hold(lambda: pending.begin(self.url, self.destination.parent), files)
+            self._reserve()
         except FastloadError:
             self.abort()
             raise
         return {"pending": held.path, "files": self._sizes}
 
-    def _hold(self, held: Pending, files: Sequence[tuple[str, int]]) -> LocalFiles:
+    def _hold(self, begin: Callable[[], Pending], files: Sequence[tuple[str, int]]) -> Pending:
         """Takes ownership of a pending directory, and opens its files for writes."""
-        self._pending = held
-        return self._gather(held.open_data(), held.path, dict(files))
+        with os_errors(os.path.dirname(self.url)):
+            self._pending = held = begin()
+            self._gather(held.open_data(), held.path, dict(files))
+        return held
+
+    def _reserve(self) -> None:
+        """Allocates the space of the files that are not there yet."""
+        for name, nbytes in self._sizes.items():
+            with os_errors(self._gathered.place(name), 0, nbytes):
+                _make_room(name, nbytes, self._gathered.folder)
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         path = ticket["pending"]
         with os_errors(path):
             self._gather(pending.open_data(path), path, ticket["files"])
 
-    def _gather(self, folder: int, path: str, sizes: Mapping[str, int]) -> LocalFiles:
+    def _gather(self, folder: int, path: str, sizes: Mapping[str, int]) -> None:
         auto = self._io == "auto" and self._kind not in IN_MEMORY_TYPES and not self.shared
         self._sizes = dict(sizes)
         self._files = LocalFiles(
             folder, os.path.join(path, pending.DATA), self.written, directly=auto or self._io == "direct"
         )
-        return self._files
 
     @property
     def _gathered(self) -> LocalFiles:
@@ -193,7 +194,7 @@ class LocalFiles:
         self._pool = DescriptorPool()
         self._closed = False
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._buffer = AlignedBuffer()
 
     def place(self, name: str) -> str:
         """Returns the path of a file, for messages."""
@@ -229,12 +230,12 @@ class LocalFiles:
         done = 0
         if not len(data):
             return done
-        bounce = None if _is_aligned(data) else self._bounce_buffer()
+        bounce = None if _is_aligned(data) else self._buffer.data
         with file.direct() as direct:
             while done < len(data) and direct is not None:
                 piece = data[done:]
                 if bounce is not None:
-                    piece = piece[:_BOUNCE_BYTES]
+                    piece = piece[: len(bounce)]
                     bounce[: len(piece)] = piece
                     piece = bounce[: len(piece)]
                 try:
@@ -248,13 +249,6 @@ class LocalFiles:
                     break
                 done += count // PAGE_BYTES * PAGE_BYTES
         return done
-
-    def _bounce_buffer(self) -> memoryview:
-        """Returns this thread's own page-aligned buffer."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
-        buffer: memoryview = self._own.buffer
-        return buffer
 
     def _file(self, name: str) -> DirectFile:
         with self._lock:
@@ -357,13 +351,9 @@ class LocalCopy(LocalTarget):
         try:
             with os_errors(self.url):
                 self.destination.check([name for name, _ in files], overwrite=overwrite or damaged)
-            with os_errors(os.path.dirname(self.url)):
-                held = pending.resume(self.url, self.destination.parent, identity)
-                gathered = self._hold(held, files)
+            held = self._hold(lambda: pending.resume(self.url, self.destination.parent, identity), files)
             self.clean_abandoned()
-            for file, nbytes in files:
-                with os_errors(gathered.place(file), 0, nbytes):
-                    _make_room(file, nbytes, gathered.folder)
+            self._reserve()
             with os_errors(held.path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
                 self._journal = folders.open_file(_JOURNAL, held.folder, flags)

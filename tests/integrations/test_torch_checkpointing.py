@@ -226,3 +226,13 @@ def test_metadata_are_parsed_strictly(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(metadata(None, groups=groups)))
     with pytest.raises(ManifestError, match=r"not in its mesh|take more than"):
         fastload.load(tmp_path)
+
+
+def test_a_file_of_an_item_with_the_name_of_another_item(tmp_path: Path) -> None:
+    for rank, name in ((0, "model_0.pt"), (0, "x_0.pt"), (1, "x_1.pt")):
+        torch.save({"w": torch.arange(6.0).reshape(2, 3) + 6 * rank}, tmp_path / name)
+    about = metadata(dtensor(), layouts={0: None, 1: layout("x_1.pt")})
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(about))
+    state = fastload.load(tmp_path)
+    assert state.keys() == {"model"}
+    assert torch.equal(state["model"]["w"], torch.arange(12.0).reshape(4, 3))

@@ -29,14 +29,11 @@ from fastload.storage.base import FileStat, Storage
 URL = "mem://ckpt"
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """Files in a dict, and a record of every read. A size may be given that the bytes do not have."""
 
-    url = URL
-    shared = True
-    probes = False
-
     def __init__(self, files: dict[str, bytes] | bytes, sizes: dict[str, int] | None = None) -> None:
+        super().__init__(URL)
         self.directory = not isinstance(files, bytes)
         self.files = {"": files} if isinstance(files, bytes) else files
         self.sizes = sizes or {}
@@ -51,7 +48,14 @@ class MemoryStorage:
     def list(self) -> list[str] | None:
         return sorted(name for name in self.files if "/" not in name) if self.directory else None
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
         for buffer in buffers:
             part = self.files[name][offset : offset + len(buffer)]
             with self._lock:
@@ -60,9 +64,6 @@ class MemoryStorage:
                 raise StorageError("the file ends early", f"{self.url}/{name}", offset, len(buffer))
             buffer[:] = part
             offset += len(buffer)
-
-    def close(self) -> None:
-        pass
 
 
 def pack(header: Any, data: bytes = b"", padding: bytes = b"") -> bytes:

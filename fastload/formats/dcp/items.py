@@ -16,7 +16,7 @@ from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.metadata import Item
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.reading import read_bytes
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
@@ -90,9 +90,11 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
             if near.startswith(layout.head):
                 return layout
         layout = _read_layout(storage, one, near)
-        if layout.entry is not None:
+        if layout.entry is None:
+            return layout
+        if layout not in of_kind[:_MAX_LAYOUTS]:  # its head may be longer than what was read at first
             of_kind.append(layout)
-        return layout
+        return of_kind[of_kind.index(layout)]
 
     return in_threads(find, wanted, _at_once(storage))
 
@@ -180,7 +182,7 @@ def _read_layout(storage: Storage, wanted: TensorItem, near: bytes) -> ItemLayou
     Raises:
         ManifestError: It is malformed, or contradicts the metadata.
     """
-    item, where = wanted.item, f"{url_of(storage, wanted.item.file)} at byte {wanted.item.offset}"
+    item, where = wanted.item, f"{storage.label(wanted.item.file)} at byte {wanted.item.offset}"
 
     def read(offset: int, nbytes: int) -> bytes:
         if offset + nbytes <= len(near):

@@ -94,7 +94,7 @@ def parse_dcp_metadata(texts: Mapping[str, bytes], where: str, budget: MemoryBud
     boxes: dict[str, dict[Box, Item]] = {}
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     for url, text in texts.items():
-        part = _Parser(url, budget).parse(text)
+        part = _MetadataParser(url, budget).parse(text)
         values = part.values | values
         paths = part.paths | paths
         for name, tensor in part.tensors.items():
@@ -113,7 +113,7 @@ def parse_dcp_metadata(texts: Mapping[str, bytes], where: str, budget: MemoryBud
     return DcpMetadata(tensors, values, paths)
 
 
-class _Parser(PickleParser):
+class _MetadataParser(PickleParser):
     """Parses one ``.metadata`` file."""
 
     def parse(self, data: bytes) -> DcpMetadata:

@@ -7,7 +7,7 @@ with the values that are the same on all ranks. Its keys come before those of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +17,12 @@ from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.items import ItemLayout, TensorItem, find_layouts, infer_layouts, read_items
-from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, parse_dcp_metadata
+from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, Item, parse_dcp_metadata
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.parts import join_pieces, nested, numbered
-from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
@@ -52,60 +52,33 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     """
     names = metadata_names(listing)
     texts = _read_metadata(storage, names)
-    budget = MemoryBudget(storage.url)
-    urls = [url_of(storage, name) for name in names]
+    urls = [storage.label(name) for name in names]
     where = urls[0] if len(urls) == 1 else storage.url
+    budget = MemoryBudget(storage.url)
     metadata = parse_dcp_metadata(dict(zip(urls, texts, strict=True)), where, budget)
-    stats = _stat_files(storage, metadata, where)
-    is_megatron = _MEGATRON_NAMES.issubset(listing)
-    if is_megatron:
-        stats = dict(sorted((stats | stat_all(storage, [_COMMON_NAME])).items()))
-    numbers = {name: number for number, name in enumerate(stats)}
-    nodes: dict[str, Any] = {}
-    wanted = [
-        TensorItem(name, item, tensor.dtype, box.sizes)
-        for name, tensor in metadata.tensors.items()
-        for box, item in tensor.chunks
-    ]
-    layouts = (find_layouts if exact else infer_layouts)(storage, wanted)
-    tensors = _tensors(metadata, layouts, numbers, nodes)
-    digests: dict[str, str] = {}
-    tensors += _values(storage, metadata, numbers, nodes, budget, digests)
-    values: dict[str, list[bytes]] = {name: [] for name in stats}  # what a file holds besides tensors
-    for name, item in sorted(metadata.values.items()):
-        values[item.file].append(digests[name].encode())
-    heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
-    common: list[Any] = []
-    if is_megatron:
-        part = zip_file.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True, budget=budget)
-        tensors += numbered(part, numbers[_COMMON_NAME]).tensors
-        common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
-    stored = [entry.name for entry in tensors]
+    common = [_COMMON_NAME] if _MEGATRON_NAMES.issubset(listing) else []
+    stats = _stat_files(storage, metadata, where) | stat_all(storage, common)
+    stats = dict(sorted(stats.items()))
+    reader = _ItemReader(storage, metadata, [*stats], budget)
+    guards, heads = reader.read_tensors(exact=exact)
+    digests = reader.read_values()
+    keys = reader.read_common(stats[_COMMON_NAME]) if common else []
+    stored = [entry.name for entry in reader.tensors]
     if len(set(stored)) < len(stored):
         twice = next(name for name, after in pairwise(sorted(stored)) if name == after)
         raise ManifestError(f"{where}: two tensors are called {show(twice)}")
+    nodes = reader.nodes
     ordered = {name: nodes[name] for part in (metadata.paths, nodes) for name in part if name in nodes}
-    structure = {"dict": [*common, *nested(ordered, metadata.paths, where)["dict"]]}
     return Manifest(
         storage.url,
-        tuple(
-            FileEntry(name, stat.nbytes, stat.version, _digest(values[name])) for name, stat in stats.items()
-        ),
-        tuple(in_order(tensors)),
-        structure=structure,
+        tuple(FileEntry(name, stat.nbytes, stat.version, digests[name]) for name, stat in stats.items()),
+        tuple(in_order(reader.tensors)),
+        structure={"dict": [*keys, *nested(ordered, metadata.paths, where)["dict"]]},
         record_digest=_digest(texts),
         format="dcp",
-        guards=tuple(_guards(wanted, layouts, numbers, tuple(heads))) if heads else (),
-        heads=tuple(heads),
+        guards=guards,
+        heads=heads,
     )
-
-
-def _keys_of(structure: Any, where: str) -> list[Any]:
-    """Returns the keys and values of a dict, alternating."""
-    parts = structure.get("dict") if type(structure) is dict else None
-    if type(parts) is not list:
-        raise ManifestError(f"{where}: no dict but {show(structure)}")
-    return parts
 
 
 def record_digest(storage: Storage) -> str:
@@ -142,104 +115,126 @@ def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str
     for item in items:
         end, nbytes = item.offset + item.nbytes, stats[item.file].nbytes
         if end > nbytes:
-            where = f"{url_of(storage, item.file)}: cut off"
+            where = f"{storage.label(item.file)}: cut off"
             raise ManifestError(f"{where}: it has {nbytes} bytes, {METADATA_NAME} has an item up to {end}")
     for item, after in pairwise(items):
         if item.file == after.file and item.offset + item.nbytes > after.offset:
-            raise ManifestError(f"{url_of(storage, item.file)}: items overlap at byte {after.offset}")
+            raise ManifestError(f"{storage.label(item.file)}: items overlap at byte {after.offset}")
     return stats
 
 
-def _guards(
-    wanted: Sequence[TensorItem],
-    layouts: Sequence[ItemLayout],
-    numbers: Mapping[str, int],
-    heads: Sequence[bytes],
-) -> list[Guard]:
-    """Returns the bytes expected before the data of items."""
-    places = {head: place for place, head in enumerate(heads)}
-    return sorted(
-        Guard(numbers[one.item.file], one.item.offset + len(layout.head), places[layout.head])
-        for one, layout in zip(wanted, layouts, strict=True)
-        if layout.entry is not None and layout.entry.nbytes
-    )
+class _ItemReader:
+    """Finds the tensors and values of a checkpoint in its files.
 
+    Args:
+        storage: The storage.
+        metadata: The metadata.
+        files: Names of the files, in the order of the manifest.
+        budget: Charged with the memory of values.
 
-def _tensors(
-    metadata: DcpMetadata, layouts: Sequence[ItemLayout], numbers: Mapping[str, int], nodes: dict[str, Any]
-) -> list[TensorEntry]:
-    """Finds the pieces of all tensors; adds their nodes to the structure."""
-    next_layout = iter(layouts)
-    found = []
-    for name, tensor in metadata.tensors.items():
-        of_tensor = [next(next_layout) for _ in tensor.chunks]
-        refused = next((layout.refused for layout in of_tensor if layout.entry is None), None)
-        if refused is None and of_tensor:
-            found.append(_entry(name, tensor, of_tensor, numbers))
-            refused = _leaf(name, metadata, tensor.dtype)
-        nodes[name] = refused
-    return found
+    Attributes:
+        tensors: The tensors found so far.
+        nodes: The nodes of tensors and values found so far, by flattened name.
+    """
 
+    def __init__(
+        self, storage: Storage, metadata: DcpMetadata, files: Sequence[str], budget: MemoryBudget
+    ) -> None:
+        self.tensors: list[TensorEntry] = []
+        self.nodes: dict[str, Any] = {}
+        self._storage = storage
+        self._metadata = metadata
+        self._numbers = {name: number for number, name in enumerate(files)}
+        self._budget = budget
 
-def _leaf(name: str, metadata: DcpMetadata, dtype: str) -> Any:
-    natural = ".".join(map(str, metadata.paths.get(name, (name,))))
-    return leaf_node(name, natural or None, None, "complex128" if dtype == "complex128" else None)
+    def read_tensors(self, *, exact: bool) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+        """Finds the pieces of all tensors; returns the guards, and the bytes that they expect."""
+        tensors = self._metadata.tensors
+        wanted = [
+            TensorItem(name, item, tensor.dtype, box.sizes)
+            for name, tensor in tensors.items()
+            for box, item in tensor.chunks
+        ]
+        layouts = (find_layouts if exact else infer_layouts)(self._storage, wanted)
+        next_layout = iter(layouts)
+        for name, tensor in tensors.items():
+            of_tensor = [next(next_layout) for _ in tensor.chunks]
+            node = next((layout.refused for layout in of_tensor if layout.entry is None), None)
+            if node is None and of_tensor:
+                self.tensors.append(self._entry(name, tensor, of_tensor))
+                node = self._leaf(name, tensor.dtype)
+            self.nodes[name] = node
+        guards: list[Guard] = []
+        heads: dict[bytes, int] = {}
+        for one, layout in zip(wanted, () if exact else layouts, strict=False):
+            if layout.entry is not None:
+                head = heads.setdefault(layout.head, len(heads))
+                if layout.entry.nbytes:
+                    begin = one.item.offset + len(layout.head)
+                    guards.append(Guard(self._numbers[one.item.file], begin, head))
+        return tuple(sorted(guards)), tuple(heads)
 
+    def _leaf(self, name: str, dtype: str) -> Any:
+        natural = ".".join(map(str, self._metadata.paths.get(name, (name,))))
+        return leaf_node(name, natural or None, None, "complex128" if dtype == "complex128" else None)
 
-def _entry(
-    name: str, tensor: ChunkedTensor, layouts: Sequence[ItemLayout], numbers: Mapping[str, int]
-) -> TensorEntry:
-    is_complex128 = tensor.dtype == "complex128"  # which is stored as pairs
-    pieces, dtype = [], ""
-    for (box, item), (_, entry, _) in zip(tensor.chunks, layouts, strict=True):
-        assert entry is not None
-        dtype = entry.dtype
-        if is_complex128:
-            box = Box((*box.offsets, 0), (*box.sizes, 2))
-        within = entry.pieces[0] if entry.pieces else Piece(box, 0, entry.offset, entry.nbytes)
-        offset = item.offset + entry.offset
-        pieces.append(Piece(box, numbers[item.file], offset, within.nbytes, within.strides))
-    shape = (*tensor.shape, 2) if is_complex128 else tensor.shape
-    if dtype == "F4":
-        shape = (*shape[:-1], 2 * shape[-1])
-    return join_pieces(name, dtype, shape, pieces)
+    def _entry(self, name: str, tensor: ChunkedTensor, layouts: Sequence[ItemLayout]) -> TensorEntry:
+        is_complex128 = tensor.dtype == "complex128"  # which is stored as pairs
+        pieces, dtype = [], ""
+        for (box, item), (_, entry, _) in zip(tensor.chunks, layouts, strict=True):
+            assert entry is not None
+            dtype = entry.dtype
+            if is_complex128:
+                box = Box((*box.offsets, 0), (*box.sizes, 2))
+            within = entry.pieces[0] if entry.pieces else Piece(box, 0, entry.offset, entry.nbytes)
+            offset = item.offset + entry.offset
+            pieces.append(Piece(box, self._numbers[item.file], offset, within.nbytes, within.strides))
+        shape = (*tensor.shape, 2) if is_complex128 else tensor.shape
+        if dtype == "F4":
+            shape = (*shape[:-1], 2 * shape[-1])
+        return join_pieces(name, dtype, shape, pieces)
 
+    def read_values(self) -> dict[str, str]:
+        """Reads the values that are not tensors; returns a digest of those in each file, by its name."""
+        names, items = list(self._metadata.values), list(self._metadata.values.values())
+        digests: dict[str, str] = {}
 
-def _values(
-    storage: Storage,
-    metadata: DcpMetadata,
-    numbers: Mapping[str, int],
-    nodes: dict[str, Any],
-    budget: MemoryBudget,
-    digests: dict[str, str],
-) -> list[TensorEntry]:
-    """Reads the values that are not tensors into the structure; returns the tensors within them."""
-    names, items = list(metadata.values), list(metadata.values.values())
-    found: list[TensorEntry] = []
+        def read(index: int, data: bytes) -> None:
+            digests[names[index]] = self._read_value(names[index], items[index], data)
 
-    def read(index: int, data: bytes) -> None:
-        name, item = names[index], items[index]
-        where = f"{url_of(storage, item.file)}: {show(name)}"
-        archive = open_archive(
-            lambda offset, nbytes: (
-                data[offset : offset + nbytes]
-                if data
-                else read_bytes(storage, item.file, item.offset + offset, nbytes)
-            ),
-            item.nbytes,
-            where,
-        )
-        state = encode_pickle(
-            unpickle(archive.pickle, where), len(archive.pickle), where, name, budget=budget
-        )
-        nodes[name], digests[name] = state.structure, archive.digest
-        found.extend(
-            entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)
-        )
+        small = [index for index, item in enumerate(items) if item.nbytes <= _MAX_VALUE_BYTES]
+        read_items(self._storage, [items[index] for index in small], lambda at, data: read(small[at], data))
+        for index, item in enumerate(items):
+            if item.nbytes > _MAX_VALUE_BYTES:
+                read(index, b"")
+        of_files: dict[str, list[bytes]] = {name: [] for name in self._numbers}
+        for name, item in sorted(self._metadata.values.items()):
+            of_files[item.file].append(digests[name].encode())
+        return {name: _digest(found) for name, found in of_files.items()}
 
-    small = [index for index, item in enumerate(items) if item.nbytes <= _MAX_VALUE_BYTES]
-    large = [index for index, item in enumerate(items) if item.nbytes > _MAX_VALUE_BYTES]
-    read_items(storage, [items[index] for index in small], lambda at, data: read(small[at], data))
-    for index in large:
-        read(index, b"")
-    return found
+    def _read_value(self, name: str, item: Item, data: bytes) -> str:
+        """Adds a value, given its bytes, if they have been read; returns its digest."""
+        where = f"{self._storage.label(item.file)}: {show(name)}"
+
+        def read(offset: int, nbytes: int) -> bytes:
+            if data:
+                return data[offset : offset + nbytes]
+            return read_bytes(self._storage, item.file, item.offset + offset, nbytes)
+
+        archive = open_archive(read, item.nbytes, where)
+        value = unpickle(archive.pickle, where)
+        state = encode_pickle(value, len(archive.pickle), where, name, budget=self._budget)
+        self.nodes[name] = state.structure
+        number = self._numbers[item.file]
+        self.tensors += entries_of(state.tensors, archive.storages, where, item.nbytes, number, item.offset)
+        return archive.digest
+
+    def read_common(self, stat: FileStat) -> list[Any]:
+        """Reads Megatron's file of torch.save; returns its keys and nodes, alternating."""
+        part = zip_file.read_file(self._storage, _COMMON_NAME, stat, exact=True, budget=self._budget)
+        self.tensors += numbered(part, self._numbers[_COMMON_NAME]).tensors
+        parts = part.structure.get("dict") if type(part.structure) is dict else None
+        if type(parts) is not list:
+            where = self._storage.label(_COMMON_NAME)
+            raise ManifestError(f"{where}: no dict but {show(part.structure)}")
+        return parts

@@ -13,7 +13,7 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box
@@ -60,7 +60,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
     weight_map = read_index(storage, index)
     stats = stat_all(storage, sorted(set(weight_map.values())))
     manifest = assemble(storage, stats, read_header, weight_map)
-    _check_index(url_of(storage, index), weight_map, manifest)
+    _check_index(storage.label(index), weight_map, manifest)
     return manifest
 
 
@@ -94,7 +94,7 @@ def assemble(
     def read(item: tuple[int, tuple[str, FileStat]]) -> tuple[FileEntry, list[TensorEntry], dict[str, str]]:
         number, (name, stat) = item
         header = read_header(name, stat.nbytes)
-        tensors, metadata = parse_header(header, stat.nbytes, url_of(storage, name), number)
+        tensors, metadata = parse_header(header, stat.nbytes, storage.label(name), number)
         digest = xxhash.xxh3_128_hexdigest(header)
         return FileEntry(name, stat.nbytes, stat.version, digest), tensors, metadata
 
@@ -117,7 +117,7 @@ def assemble(
 
 def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
     """Reads the JSON text of a header."""
-    url = url_of(storage, name)
+    url = storage.label(name)
     if not nbytes:
         raise ManifestError(f"{url}: the file is empty")
     if nbytes < LENGTH_BYTES:
@@ -172,7 +172,7 @@ def _find_index(storage: Storage, listing: Sequence[str]) -> str | None:
     if INDEX_NAME in listing:
         return INDEX_NAME
     if storage.probes and INDEX_NAME in storage.folders(INDEX_NAME):
-        raise ManifestError(f"{url_of(storage, INDEX_NAME)}: the index is no file")
+        raise ManifestError(f"{storage.label(INDEX_NAME)}: the index is no file")
     indexes = _ending_in((INDEX_SUFFIX,), listing)
     if len(indexes) > 1:
         raise ManifestError(f"{storage.url}: several indexes, none named {INDEX_NAME!r}: {show(indexes)}")
@@ -200,7 +200,7 @@ def read_index(storage: Storage, index: str) -> dict[str, str]:
     Raises:
         ManifestError: It is malformed, or there is none.
     """
-    url = url_of(storage, index)
+    url = storage.label(index)
     text = read_limited(storage, index, "index", _MAX_INDEX_BYTES)
     weight_map = parse_json(text, f"{url}: index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -30,7 +30,6 @@ _TAIL_BYTES = 64 << 10  # read at first, from the end
 _MAX_COMMENT_BYTES = 0xFFFF
 _MAX_DIRECTORY_BYTES = 1 << 30
 _ALIGNMENT = 64  # of the data in what torch writes
-_MAX_PADDING = 1 << 16
 
 
 class ZipRecord(NamedTuple):

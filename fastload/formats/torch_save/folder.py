@@ -10,9 +10,9 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
 from fastload.formats.parts import join_manifests, numbered
-from fastload.formats.reading import read_bytes, stat_all, url_of
+from fastload.formats.reading import read_bytes, stat_all
 from fastload.formats.safetensors.reader import read_index
-from fastload.formats.state import children, leaves
+from fastload.formats.state import children, dict_node, leaves
 from fastload.formats.torch_save import legacy_file, zip_file
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
@@ -44,7 +44,7 @@ def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, 
         return zip_file.read_file(storage, name, stat, exact=exact, budget=budget)
     if head.startswith(LEGACY_STARTS):
         return legacy_file.read_file(storage, name, stat, exact=exact, budget=budget)
-    raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
+    raise ManifestError(f"{storage.label(name)}: no file of torch.save: it starts with {head[:8]!r}")
 
 
 def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) -> Manifest:
@@ -64,7 +64,7 @@ def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) ->
     for key, name in weight_map.items():
         if key not in entries or parts[entries[key][0]].files[0].name != name:
             raise ManifestError(f"{url}: {show(key)} is not in {show(name)}, whatever the index says")
-    structure = {"dict": [each for key, (_, node) in entries.items() for each in (key, node)]}
+    structure = dict_node({key: node for key, (_, node) in entries.items()})
     return join_manifests(url, parts, _tensors(url, parts, entries), structure, format="torch")
 
 

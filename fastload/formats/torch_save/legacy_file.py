@@ -12,7 +12,7 @@ import xxhash
 
 from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest
-from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.reading import read_bytes
 from fastload.formats.torch_save.archive import ZipRecord
 from fastload.formats.torch_save.state import StorageRef, encode_pickle
 from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
@@ -47,7 +47,7 @@ def read_file(
         ManifestError: It is malformed, or big-endian.
         StorageError: Storage failed.
     """
-    where = url_of(storage, name)
+    where = storage.label(name)
     (_, version, about, state, keys), head = _read_pickles(storage, name, stat.nbytes)
     if version != _VERSION or type(about) is not PickledDict:
         raise ManifestError(f"{where}: a file of torch.save, of version {show(version)}, which none has")
@@ -81,7 +81,7 @@ def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], 
         try:
             found, end = [], 0
             for _ in range(_NUM_PICKLES):
-                value, end = unpickle_first(head, url_of(storage, name), end)
+                value, end = unpickle_first(head, storage.label(name), end)
                 found.append(value)
         except Truncated:
             if len(head) == min(nbytes, _MAX_BYTES):

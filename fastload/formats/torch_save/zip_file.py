@@ -16,7 +16,7 @@ import xxhash
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
-from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.reading import read_bytes
 from fastload.formats.torch_save.archive import ReadRange, ZipDirectory, ZipRecord, read_directory
 from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
@@ -69,7 +69,7 @@ def read_file(
         ManifestError: It is malformed.
         StorageError: Storage failed.
     """
-    where = url_of(storage, name)
+    where = storage.label(name)
     archive = _open(storage, name, stat.nbytes, exact=exact)
     inside = f"{where}: data.pkl"
     value, nbytes = unpickle(archive.pickle, inside), len(archive.pickle)
@@ -98,7 +98,7 @@ def manifest_of(
     Raises:
         ManifestError: A storage is missing, or too short.
     """
-    entries = entries_of(state.tensors, storages, url_of(storage, name), stat.nbytes)
+    entries = entries_of(state.tensors, storages, storage.label(name), stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, digest),)
     guarded = [record for record in storages.values() if record.head and record.nbytes]
     guarded.sort(key=attrgetter("offset"))
@@ -128,7 +128,7 @@ def _open(storage: Storage, name: str, nbytes: int, *, exact: bool) -> Archive:
     def read(offset: int, length: int) -> bytes:
         return read_bytes(storage, name, offset, length)
 
-    return open_archive(read, nbytes, url_of(storage, name), exact=exact)
+    return open_archive(read, nbytes, storage.label(name), exact=exact)
 
 
 def open_archive(read: ReadRange, nbytes: int, where: str, *, exact: bool = True) -> Archive:
