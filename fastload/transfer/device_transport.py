@@ -361,8 +361,9 @@ class DeviceTransport(_BackendTransport):
         assert self._broadcast is not None
         readers = tuple(slots.each)
         statuses.zero_()
-        if slots.own is not None:
-            copy_async(slots.own, slots.each[self._rank])
+        if work.own is not None:
+            (chunk,) = work.own.memory
+            copy_async(chunk, slots.each[self._rank][: chunk.numel()])
             statuses[readers.index(self._rank)].fill_(work.status)
         self._broadcast.run(readers, slots.memory, statuses)
 

@@ -62,12 +62,10 @@ class Slots:
     Attributes:
         memory: All slots, flat uint8.
         each: The slot of each reader.
-        own: Host memory of this rank's chunk, to copy to its slot.
     """
 
     memory: Tensor
     each: dict[int, Tensor]
-    own: Tensor | None = None
 
 
 class FlatBuffer(NamedTuple):
@@ -80,6 +78,24 @@ class FlatBuffer(NamedTuple):
         return self.memory
 
 
+@dataclass(frozen=True)
+class OwnChunk:
+    """The chunk that this rank reads in a round.
+
+    Attributes:
+        byte_ranges: Its byte ranges, at least one.
+        memory: The host memory that it is read into, in flat uint8 pieces. Several pieces are in place, and
+            no other rank gets any of them.
+        is_in_place: Whether the memory is its destination.
+        is_ahead: Whether it is read ahead of its round.
+    """
+
+    byte_ranges: Sequence[ByteRange]
+    memory: Sequence[Tensor]
+    is_in_place: bool = False
+    is_ahead: bool = False
+
+
 @dataclass
 class Round:
     """One round under way.
@@ -87,8 +103,7 @@ class Round:
     Attributes:
         index: Number of the round, over all plans of a load.
         readers: The ranks that read a chunk in it.
-        byte_ranges: The byte ranges of this rank's chunk.
-        buffers: Host memory that this rank's chunk is read into, in pieces.
+        own: This rank's chunk; None if it has none.
         outgoing: The messages of this rank's chunk, with their routes.
         packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
@@ -105,8 +120,7 @@ class Round:
 
     index: int
     readers: Collection[int] = ()
-    byte_ranges: Sequence[ByteRange] = ()
-    buffers: Sequence[Tensor] = ()
+    own: OwnChunk | None = None
     outgoing: Sequence[tuple[Message, Route]] = ()
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)

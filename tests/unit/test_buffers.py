@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from hypothesis import given, settings
@@ -13,10 +12,10 @@ from torch import Tensor
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.ranges import ByteRange
 from fastload.loading.targets import Destination, TensorWriter
-from fastload.transfer.buffers import Buffers, OwnChunk, Plan
+from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.messages import Message, Route, Routing, sharing_domains
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.transport import FlatBuffer, LocalTransport, Round
+from fastload.transfer.transport import FlatBuffer, LocalTransport, OwnChunk, Round
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of
 
@@ -80,15 +79,17 @@ class OneRank:
             end = index + self._plan.ahead
             for later in self._plan.rounds_of(self.rank, self._next, end):
                 own = self._buffers.prepare_ahead(self._plan, later)
-                self._read(own.byte_ranges, [own.data])
-                self._ahead.append((later, own))
+                if own is not None:
+                    self._read(own)
+                    self._ahead.append((later, own))
             self._next = end
         read_ahead = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
         work = self._buffers.prepare(self._plan, index, index, read_ahead)
-        if read_ahead is None and work.byte_ranges:
-            self._read(work.byte_ranges, work.buffers)
-        if work.slots is not None and work.slots.own is not None:
-            work.slots.each[self.rank].copy_(work.slots.own)
+        if read_ahead is None and work.own is not None:
+            self._read(work.own)
+        if work.slots is not None and work.own is not None:
+            (chunk,) = work.own.memory
+            work.slots.each[self.rank][: len(chunk)].copy_(chunk)
         self._buffers.pack(work)
         return work
 
@@ -100,9 +101,9 @@ class OneRank:
                 self._writer.place(start, data)
         return sum(arrival.nbytes for arrival in arrivals)
 
-    def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[Tensor]) -> None:
-        data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in byte_ranges])
-        for buffer, part in zip(buffers, data.split([len(buffer) for buffer in buffers]), strict=True):
+    def _read(self, own: OwnChunk) -> None:
+        data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in own.byte_ranges])
+        for buffer, part in zip(own.memory, data.split([len(piece) for piece in own.memory]), strict=True):
             buffer.copy_(part)
 
 
