@@ -183,13 +183,12 @@ class MatchedRequest:
     start: LoadStart
 
     @classmethod
-    def of(cls, opened: Opened, request: Request, start: LoadStart) -> MatchedRequest:
-        """Matches a request.
+    def of(cls, opened: Opened, match: Match, start: LoadStart) -> MatchedRequest:
+        """Chooses how to load what a request has matched.
 
         Raises:
             FastloadError: This rank cannot load it.
         """
-        match = opened.match(request)
         backend, detour = "", "the tensors are in host memory"
         if is_accelerator(match.device):
             backend = backend_of(opened.world.group, match.device.type)
@@ -253,12 +252,15 @@ class Job:
             _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
 
 
-def prepare(opened: Opened, request: Request, start: LoadStart | None = None) -> Job:
+def prepare(
+    opened: Opened, request: Request, match: Match | None = None, *, start: LoadStart | None = None
+) -> Job:
     """Does everything on all ranks that can fail before data move, and compares the plans.
 
     Args:
         opened: The checkpoint.
         request: The request of this rank.
+        match: Its destinations, if they are known.
         start: The beginning of the load; None for now.
 
     Raises:
@@ -270,7 +272,7 @@ def prepare(opened: Opened, request: Request, start: LoadStart | None = None) ->
 
     @uncollected
     def make() -> dict[str, Any]:
-        found.append(matched := MatchedRequest.of(opened, request, start))
+        found.append(matched := MatchedRequest.of(opened, match or opened.match(request), start))
         destinations = matched.match.destinations
         if all(one.runs is None for one in destinations) and opened.access.holders is None:
             jobs.append(_open_common(matched))

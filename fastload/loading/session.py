@@ -17,7 +17,7 @@ from fastload.comm.world import World
 from fastload.errors import FastloadError, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
-from fastload.loading.match import Request
+from fastload.loading.match import Match, Request
 from fastload.loading.prefetch import BackgroundReads, Prefetch
 from fastload.loading.prepare import Job, LoadStart, Opened, open_on_all, open_rest, prepare
 from fastload.options import LoadOptions
@@ -172,12 +172,18 @@ class Session:
             pending.close(wait_s=min(1.0, self.opened.world.grace_s))
 
     def load(
-        self, request: Request, *, start: LoadStart | None = None, staging_bytes: int | None = None
+        self,
+        request: Request,
+        matched: Match | None = None,
+        *,
+        start: LoadStart | None = None,
+        staging_bytes: int | None = None,
     ) -> Loaded:
         """Loads on all ranks.
 
         Args:
             request: The request of this rank.
+            matched: Its destinations, if they are known.
             start: The beginning of the load; None for now.
             staging_bytes: Memory for it, if not that of the options.
 
@@ -194,7 +200,7 @@ class Session:
             if staging_bytes is not None:  # for a part of a stream, in new memory
                 options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
                 opened = replace(opened, options=options)
-            job = prepare(opened, request, start)
+            job = prepare(opened, request, matched, start=start)
             if not opened.options.atomic or self._read_first(job):
                 loaded = self.run(job)
                 if loaded is not None:

@@ -463,14 +463,12 @@ class RoutedDeviceTransport(_BackendTransport):
         name = f"routed {xxhash.xxh3_64_hexdigest(repr(groups).encode())}"
         communicators = Communicators(world, name, self._members, device, backend)
         super().__init__(f"{backend} routed", world, device, communicators)
-        self._broadcasts = GroupBroadcasts(world.rank, {})
+        self._groups: Mapping[Ranks, Any] = {}
         self._packing, self._moving = torch.Stream(device), torch.Stream(device)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         made = self._communicators.connect(give_up)
-        self._broadcasts = GroupBroadcasts(
-            self._rank, {self._members[number]: group for number, group in made.items()}
-        )
+        self._groups = {self._members[number]: group for number, group in made.items()}
 
     def allocate(self, nbytes: int) -> FlatBuffer:
         buffer = allocate((nbytes,), torch.uint8, self.device)
@@ -496,7 +494,7 @@ class RoutedDeviceTransport(_BackendTransport):
                 deliveries = (*work.packed, *work.incoming)
                 for each in deliveries:  # some have memory outside of the buffer
                     each.data.record_stream(self._moving)
-                self._broadcasts.run(deliveries)
+                self._exchange(deliveries)
                 ended.record(self._moving)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
@@ -507,6 +505,23 @@ class RoutedDeviceTransport(_BackendTransport):
         if work.status == FAILED:
             work.statuses = {self._rank: FAILED}
 
+    def _exchange(self, deliveries: Collection[Delivery]) -> None:
+        """Sends and receives all messages of a round that concern this rank.
+
+        All ranks make their calls in one order: by round, point to point before broadcasts, by recipients.
+        So they cannot deadlock, though some ranks are ahead of others.
+        """
+        if found := sent_to_roots(deliveries, self._rank):
+            # A group of all ranks, with their own numbers.
+            everyone = self._groups[max(self._groups, key=len)]
+            _coalesced(everyone, [partial(_send_to_root, everyone, self._rank, each) for each in found])
+        for ranks, found in broadcasts_of(deliveries).items():
+            group = self._groups[ranks]
+            _coalesced(
+                group,
+                [partial(_broadcast, group, each.data, ranks.index(root_of(each.message))) for each in found],
+            )
+
     @contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
         # Tensors that the caller allocated in inference mode cannot be written in another mode.
@@ -514,42 +529,10 @@ class RoutedDeviceTransport(_BackendTransport):
             yield
 
 
-class GroupBroadcasts:
-    """Broadcasts among the recipients of messages.
-
-    All ranks make their calls in one order: by round, point to point before broadcasts, by recipients. So
-    they cannot deadlock, though some ranks are ahead of others.
-
-    Args:
-        rank: This rank.
-        groups: The backend of a process group for each group of this rank; see `groups_of`.
-    """
-
-    def __init__(self, rank: int, groups: Mapping[Ranks, Any]) -> None:
-        self._rank = rank
-        self._groups = groups
-        self._everyone = groups[max(groups, key=len)] if groups else None
-
-    def run(self, deliveries: Collection[Delivery]) -> None:
-        """Sends and receives all messages of a round that concern this rank."""
-        if found := sent_to_roots(deliveries, self._rank):
-            _coalesced(self._everyone, [partial(self._send_to_root, each) for each in found])
-        for ranks, found in broadcasts_of(deliveries).items():
-            group = self._groups[ranks]
-            roots = [ranks.index(root_of(each.message)) for each in found]
-            _coalesced(
-                group,
-                [
-                    partial(_broadcast, group, each.data, root)
-                    for each, root in zip(found, roots, strict=True)
-                ],
-            )
-
-    def _send_to_root(self, each: Delivery) -> Any:
-        assert self._everyone is not None, "a group of all ranks, with their own numbers"
-        if each.message.reader == self._rank:
-            return self._everyone.send([each.data], root_of(each.message), 0)
-        return self._everyone.recv([each.data], each.message.reader, 0)
+def _send_to_root(group: Any, rank: int, each: Delivery) -> Any:
+    if each.message.reader == rank:
+        return group.send([each.data], root_of(each.message), 0)
+    return group.recv([each.data], each.message.reader, 0)
 
 
 def _broadcast(group: Any, data: Tensor, root: int) -> Any:
