@@ -149,11 +149,8 @@ def open_access(
     with world.together():
         access = open_at(location)
         if access.manifest.delta is not None:
-
-            def next_base(access: Access, location: Location) -> Location:
-                return _locate_base(world, access, location, options.bases, connect)
-
-            access = _open_bases(access, location, next_base, open_at)
+            where = partial(_locate_base, world, bases=options.bases, connect=connect)
+            access = _open_bases(access, location, where, open_at)
         if not (isinstance(options, LoadOptions) and options.dequantize):
             return access
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -442,25 +442,16 @@ class BoxRequest:
             MismatchError: Something does not fit; lists everything.
             OptionError: `boxes` is of another type.
         """
-        pairs = [
-            (name, _plain(name, box), tensor)
-            for name, of_name in _items(self.boxes)
-            for box, tensor in of_name
-        ]
-        known = manifest.by_name
-        raise_mismatch(
-            manifest.url,
-            missing=[name for name in self.boxes if name not in known],
-            mismatched=[
-                f"{name}: {problem}"
-                for name, box, tensor in pairs
-                if name in known and (problem := next(_problems(known[name], box, tensor, self.cast), ""))
-            ],
-        )
-        wanted: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self.boxes}
-        for name, box, tensor in sorted(pairs, key=lambda pair: pair[1].offsets):
-            if box.numel:
-                wanted[name].append((box, tensor))
+        _require_pairs(self.boxes)
+        boxes = {
+            name: [(_plain(name, box), tensor) for box, tensor in of_name]
+            for name, of_name in self.boxes.items()
+        }
+        _compare_boxes(manifest, boxes, cast=self.cast)
+        wanted = {
+            name: sorted((pair for pair in of_name if pair[0].numel), key=lambda pair: pair[0].offsets)
+            for name, of_name in boxes.items()
+        }
         builder = DestinationBuilder(manifest)
         for entry in manifest.tensors:
             of_entry = wanted.get(entry.name, ())
@@ -487,26 +478,32 @@ def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dic
     if stray := [name for name, of_name in boxes.items() if not all(isinstance(box, Box) for box in of_name)]:
         raise OptionError(f"boxes= has something else than fastload.Box for {stray[0]}")
     plain = {name: [_plain(name, box) for box in of_name] for name, of_name in boxes.items()}
+    _compare_boxes(manifest, {name: [(box, None) for box in of_name] for name, of_name in plain.items()})
+    return {name: plain[name] for name in manifest.by_name if name in plain}
+
+
+def _compare_boxes(
+    manifest: Manifest, boxes: Mapping[str, Sequence[tuple[Box, Tensor | None]]], *, cast: bool = False
+) -> None:
+    """Raises if boxes, with the tensors to fill if these exist, do not fit the checkpoint."""
     known = manifest.by_name
     raise_mismatch(
         manifest.url,
-        missing=[name for name in plain if name not in known],
+        missing=[name for name in boxes if name not in known],
         mismatched=[
-            f"{name}: {_text(box)} is out of bounds for a tensor of shape {list(shape)}"
-            for name, of_name in plain.items()
+            f"{name}: {problem}"
+            for name, of_name in boxes.items()
             if name in known
-            for box, shape in [(box, torch_spec(known[name])[1]) for box in of_name]
-            if not box.is_within(shape)
+            for box, tensor in of_name
+            if (problem := next(_problems(known[name], box, tensor, cast), ""))
         ],
     )
-    return {name: plain[name] for name in known if name in plain}
 
 
-def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor]]]]:
-    for name, of_name in boxes.items() if isinstance(boxes, Mapping) else [("", None)]:
+def _require_pairs(boxes: BoxesByName) -> None:
+    for of_name in boxes.values() if isinstance(boxes, Mapping) else [None]:
         if not (isinstance(of_name, list | tuple) and all(map(_is_pair, of_name))):
             raise OptionError("boxes= has to be a dict of lists of (Box, tensor), by name of the tensor")
-        yield name, of_name
 
 
 def _plain(name: str, box: Box) -> Box:
@@ -517,17 +514,19 @@ def _plain(name: str, box: Box) -> Box:
         raise OptionError(f"boxes= has a box of {name} that is not made of integers: {box}") from None
 
 
-def _is_pair(pair: object) -> TypeGuard[tuple[Box, Tensor]]:
+def _is_pair(pair: object) -> bool:
     if not (isinstance(pair, tuple) and len(pair) == 2):
         return False
     return isinstance(pair[0], Box) and isinstance(pair[1], Tensor)
 
 
-def _problems(entry: TensorEntry, box: Box, tensor: Tensor, cast: bool) -> Iterator[str]:
+def _problems(entry: TensorEntry, box: Box, tensor: Tensor | None, cast: bool) -> Iterator[str]:
     stored, shape = torch_spec(entry)
     if not box.is_within(shape):
         yield f"{_text(box)} is out of bounds for a tensor of shape {list(shape)}"
-    elif tuple(tensor.shape) != tuple(box.sizes):
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != tuple(box.sizes):
         yield f"{_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
     if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_meta:
         yield f"{_text(box)} is to go into a tensor that has no strided memory of its own"

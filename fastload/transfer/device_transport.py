@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -572,17 +572,13 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     """
     if plan.buffer_bytes + plan.largest_chunk_bytes(plan.readers[0]) > plan.staging_bytes:
         return ()
-    readers: dict[int, set[int]] = defaultdict(set)
-    for share in plan.shares:
-        readers[share.group].add(share.reader)
-    recipients = {ranks for group in readers for ranks in plan.sharing.densities[group]}
-    groups = {ranks for ranks in recipients if len(ranks) > 1}
+    groups = {ranks for ranks in plan.groups if len(ranks) > 1}
     counts = Counter(rank for ranks in groups for rank in ranks)
     if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
         return ()
     needs_all = any(
         not of_group <= set(ranks)
-        for group, of_group in readers.items()
+        for group, of_group in plan.readers_of.items()
         for ranks in plan.sharing.densities[group]
     )
     return tuple(sorted(groups | {tuple(sorted(plan.order))} if needs_all else groups))

@@ -156,7 +156,7 @@ _GOOD_NUM_READERS = 64  # in a window
 _LEAST_NUM_READERS = 8
 _GOOD_NUM_ROUNDS = 128  # a pipeline of rounds cannot overlap about one of them
 _GOOD_NUM_READS = 16  # without an exchange: enough to keep several threads busy to the end
-_MAX_DEPTH = 4
+MAX_DEPTH = 4  # rounds in flight
 _MAX_NUM_OWN = 16  # chunks that a reader reads ahead of its window, in 1/8 of staging at most
 _OWN_PART = 8
 # The bytes that all readers together read ahead of the rounds, with several windows: as much as storage
@@ -248,12 +248,12 @@ def choose_sizes(
         OptionError: One round does not fit.
     """
     share_bytes = -(-total_bytes // num_readers)
-    spare = staging_bytes * size.num_sharing // _MAX_DEPTH - size.once_bytes
-    together = chunk_bytes or _good_chunk_bytes(share_bytes, size, spare)
+    spare = staging_bytes * size.num_sharing // MAX_DEPTH - size.once_bytes
+    together = chunk_bytes or _fitting_chunk_bytes(share_bytes, size, spare)
     together = _round_to_blocks(max(1, min(together, share_bytes)), size)
-    depth = min(_MAX_DEPTH, staging_bytes // size.part_bytes(together))
+    depth = min(MAX_DEPTH, staging_bytes // size.part_bytes(together))
     useful = _round_to_blocks(max(1, min(share_bytes, _least_useful(spare))), size)
-    if size.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == _MAX_DEPTH and together >= useful):
+    if size.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == MAX_DEPTH and together >= useful):
         _require_fit(depth, together, size, staging_bytes)
         return Sizes(together, 1, depth, 0)
     return _choose_windowed(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
@@ -269,7 +269,7 @@ def _choose_windowed(
 ) -> Sizes:
     """Chooses the sizes of a plan with several windows."""
     own_bytes = staging_bytes // _OWN_PART
-    spare = (staging_bytes - own_bytes) * size.num_sharing // _MAX_DEPTH - size.once_bytes
+    spare = (staging_bytes - own_bytes) * size.num_sharing // MAX_DEPTH - size.once_bytes
     spare = min(spare, max(total_bytes // _AHEAD_PART, _LEAST_ROUND_BYTES))
     share_bytes = -(-total_bytes // num_readers)
     if chunk_bytes is None:
@@ -284,9 +284,9 @@ def _choose_windowed(
     round_bytes = chunk_bytes * size.num_slots
     most_own = min(max(1, own_bytes // size.own_bytes(chunk_bytes)), _MAX_NUM_OWN)
     ahead = min(total_bytes // _AHEAD_PART, _MAX_AHEAD_BYTES) // round_bytes
-    ahead = min(max(ahead, _MAX_DEPTH), most_own * num_windows)
+    ahead = min(max(ahead, MAX_DEPTH), most_own * num_windows)
     own_bytes = -(-ahead // num_windows) * size.own_bytes(chunk_bytes)
-    depth = min(_MAX_DEPTH, (staging_bytes - own_bytes) // size.part_bytes(chunk_bytes))
+    depth = min(MAX_DEPTH, (staging_bytes - own_bytes) // size.part_bytes(chunk_bytes))
     _require_fit(depth, chunk_bytes, size, staging_bytes)
     return Sizes(chunk_bytes, num_windows, min(depth, ahead), ahead)
 
@@ -297,13 +297,18 @@ def _round_to_blocks(chunk_bytes: int, size: RoundSize) -> int:
     return max(1, chunk_bytes // longest) * longest if longest else chunk_bytes
 
 
-def _good_chunk_bytes(share_bytes: int, size: RoundSize, spare: int) -> int:
-    """Returns a length short enough for many rounds, long enough for storage, and within staging."""
-    num_rounds = _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS
+def good_chunk_bytes(share_bytes: int, num_rounds: int = _GOOD_NUM_ROUNDS) -> int:
+    """Returns a length short enough for many rounds, and long enough for storage."""
     for_overlap = round_up(-(-share_bytes // num_rounds), PAGE_BYTES)
+    return min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+
+
+def _fitting_chunk_bytes(share_bytes: int, size: RoundSize, spare: int) -> int:
+    """Returns a good length within staging."""
     other = size.nbytes(PAGE_BYTES) - size.once_bytes - size.num_slots * PAGE_BYTES
     for_staging = (spare - other) // size.num_slots // PAGE_BYTES * PAGE_BYTES
-    return max(PAGE_BYTES, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))
+    good = good_chunk_bytes(share_bytes, _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS)
+    return max(PAGE_BYTES, min(good, for_staging))
 
 
 def _least_useful(spare: int) -> int:
@@ -694,7 +699,7 @@ def plan_transfer(
     num_readers, exchanges = len(readers), _exchanges(readers, recipients)
     few = RoundSize(min(num_readers, _FEW_READERS) if exchanges else 1, exchanges, longest, True, num_sharing)
     least_bytes = max(min(chunk_bytes or _LEAST_CHUNK_BYTES, -(-total_bytes // num_readers)), longest)
-    contiguous = contiguous and _MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
+    contiguous = contiguous and MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
     size = replace(few, num_slots=num_readers if exchanges else 1, padded=even_slots or contiguous)
     num_hosts = len({hosts[rank] for rank in readers}) if hosts else num_readers
     sizes = choose_sizes(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
