@@ -48,7 +48,7 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 if TYPE_CHECKING:
     from fastload import estimate
     from fastload.resharding import redistribute
-    from fastload.saving.handle import SaveHandle
+    from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
     from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
@@ -120,7 +120,7 @@ __all__ = [
 # What a load needs nothing of.
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
-    "SaveHandle": "fastload.saving.handle",
+    "SaveHandle": "fastload.saving.background",
     "Version": "fastload.training.watch",
     "Watch": "fastload.training.watch",
     "random_state": "fastload.training.random_state",

@@ -23,20 +23,7 @@ from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_patiently, require_writable
 
 if TYPE_CHECKING:  # loads do not import saving
-    from fastload.saving.handle import SaveHandle
-
-__all__ = [
-    "async_save",
-    "inspect",
-    "load",
-    "open",
-    "prefetch",
-    "save",
-    "save_stream",
-    "seal",
-    "stage",
-    "verify",
-]
+    from fastload.saving.background import SaveHandle
 
 Path = str | os.PathLike[str]
 

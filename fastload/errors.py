@@ -7,34 +7,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointExists",
-    "CheckpointNotFound",
-    "ChecksumError",
-    "DeadlineExceeded",
-    "FastloadError",
-    "IncompleteCheckpoint",
-    "Interrupted",
-    "ManifestError",
-    "MismatchError",
-    "OptionError",
-    "PeerError",
-    "PlanMismatch",
-    "ReplicaMismatch",
-    "StateChanged",
-    "StorageError",
-    "UnsupportedVersion",
-    "WorldError",
-    "blames_checkpoint",
-    "first_lines",
-    "from_wire",
-    "proves_damage",
-    "some_of",
-    "to_wire",
-]
-
-
 _WIRE_BYTES = 1 << 20
 _NUM_LINES = 20
 
@@ -208,6 +180,13 @@ def proves_damage(error: BaseException) -> bool:
     if isinstance(error, ManifestError):
         return error.is_damage
     return isinstance(error, ChecksumError | IncompleteCheckpoint | CheckpointNotFound)
+
+
+def may_be_gone(error: BaseException) -> bool:
+    """Whether the files of a checkpoint may be damaged or missing."""
+    if isinstance(error, PeerError):
+        return bool(error.failures) and all(map(may_be_gone, error.failures.values()))
+    return proves_damage(error) or isinstance(error, StorageError)
 
 
 def blames_checkpoint(error: BaseException) -> bool:

@@ -15,19 +15,6 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from fastload.report import LoadReport, SaveReport, StageReport
 
-__all__ = [
-    "SAVE_SETTINGS",
-    "SETTINGS",
-    "LoadOptions",
-    "Patience",
-    "SaveOptions",
-    "Setting",
-    "StageOptions",
-    "environment",
-    "parse_bool",
-    "parse_bytes",
-]
-
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
 PerRankMismatch = Literal["error", "skip"]
@@ -73,50 +60,49 @@ class Setting:
     """One row of the table of options.
 
     Attributes:
-        default: Value without an argument and without an environment variable.
+        default: Value without an argument and without an environment variable. If it is None, an argument may
+            be None.
         parse: Parses the text of the environment variable; raises `ValueError`.
-        help: Its effect, in one line.
+        allows: Whether a value can be used.
+        allowed: Description of such values.
     """
 
     default: Any
     parse: Callable[[str], Any]
-    help: str
+    allows: Callable[[Any], bool]
+    allowed: str
 
 
-SETTINGS = {
-    "strategy": Setting(
-        "auto", str, "auto, allgather (each rank reads 1/N), broadcast (one reads), direct (each reads all)"
-    ),
-    "chunk_bytes": Setting(
-        None, parse_bytes, "unit of reading and of exchange; chosen from size, readers and staging if not set"
-    ),
-    "staging_bytes": Setting(256 << 20, parse_bytes, "most memory a rank uses beyond the state itself"),
-    "timeout_s": Setting(300.0, float, "longest time without progress, in seconds; then all ranks fail"),
-    "io": Setting("auto", str, "local files: auto, buffered, direct (O_DIRECT)"),
-    "read_threads": Setting(
-        None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
-    ),
-    "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
-    "verify": Setting(
-        True,
-        parse_bool,
-        "check what is read against the checksums of a checkpoint that fastload saved or sealed",
-    ),
-    "per_rank_mismatch": Setting(
-        "error", str, "PerRank values that another number of ranks saved: error, or skip them"
-    ),
-    "atomic": Setting(
-        False, parse_bool, "change no tensor of into= before all ranks have read and verified every byte"
-    ),
-    "prefetch_bytes": Setting(
-        None, parse_bytes, "most host memory for what a rank reads ahead; its whole share if not set"
-    ),
-    "dequantize": Setting(
-        False, parse_bool, "turn weights that config.json says are quantised into floating point numbers"
-    ),
-    "bases": Setting(None, str, "directory or URL with the bases of deltas that are not next to them"),
-    "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
-}
+def _choice(default: str, choices: tuple[str, ...]) -> Setting:
+    return Setting(default, str, choices.__contains__, f"one of {', '.join(choices)}")
+
+
+def _number(default: int | None, *, least: int, parse: Callable[[str], int] = int) -> Setting:
+    return Setting(default, parse, partial(_is_count, least=least), f"at least {least}")
+
+
+def _size(default: int | None, *, least: int) -> Setting:
+    return _number(default, least=least, parse=parse_bytes)
+
+
+def _flag(default: bool | None) -> Setting:
+    return Setting(default, parse_bool, lambda value: isinstance(value, bool), "True or False")
+
+
+def _path(kind: str) -> Setting:
+    return Setting(None, str, _is_path, f"the path of a {kind}")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and "\0" not in value
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e7
 
 
 def _parse_writers(text: str) -> int | str:
@@ -127,42 +113,51 @@ def _parse_shared(text: str) -> bool | str:
     return text if text == "auto" else parse_bool(text)
 
 
+SETTINGS = {
+    "strategy": _choice("auto", STRATEGIES),
+    "chunk_bytes": _size(None, least=1),
+    "staging_bytes": _size(256 << 20, least=1 << 16),
+    "timeout_s": Setting(300.0, float, _is_time, "a number of seconds above 0"),
+    "io": _choice("auto", get_args(IoMode)),
+    "read_threads": _number(None, least=1),
+    "retries": _number(4, least=0),
+    "verify": _flag(True),
+    "per_rank_mismatch": _choice("error", get_args(PerRankMismatch)),
+    "atomic": _flag(False),
+    "prefetch_bytes": _size(None, least=0),
+    "dequantize": _flag(False),
+    "bases": _path("directory"),
+    "trace": _path("file"),
+}
+
 SAVE_SETTINGS = {
-    "max_shard_bytes": Setting(
-        5_000_000_000, parse_bytes, "largest file; a tensor that is larger gets a file of its own"
-    ),
-    "block_bytes": Setting(
-        None, parse_bytes, "bytes of a tensor with one checksum; chosen from the size if not set"
-    ),
+    "max_shard_bytes": _size(5_000_000_000, least=1),
+    "block_bytes": _size(None, least=4096),
     "writers": Setting(
-        "auto", _parse_writers, "who writes: all ranks, one per host (host), a number, or auto"
+        "auto",
+        _parse_writers,
+        lambda value: value in ("auto", "all", "host") or _is_count(value, 1),
+        "auto, all, host or a number of at least 1",
     ),
     "staging_bytes": SETTINGS["staging_bytes"],
     "io": SETTINGS["io"],
-    "write_threads": Setting(2, int, "writes in flight on each rank"),
-    "shared": Setting(
-        "auto",
-        _parse_shared,
-        "whether all hosts write to one place (True), each a copy of its own (False), auto",
-    ),
-    "check_replicas": Setting(
-        "small", str, "compare the ranks' tensors before they are mixed: off, small, full"
-    ),
-    "snapshot": Setting(
-        "block",
-        str,
-        "background saves: block until the state is copied, or overlap that with the next step",
-    ),
+    "write_threads": _number(2, least=1),
+    "shared": Setting("auto", _parse_shared, ("auto", True, False).__contains__, "True, False or auto"),
+    "check_replicas": _choice("small", get_args(ReplicaCheck)),
+    "snapshot": _choice("block", get_args(SnapshotMode)),
     "bases": SETTINGS["bases"],
-    "max_chain": Setting(16, int, "most deltas after a complete checkpoint; then a complete one is saved"),
+    "max_chain": _number(16, least=0),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
     "trace": SETTINGS["trace"],
 }
 
+_WITH_VARIABLES = {**SETTINGS, **SAVE_SETTINGS}
+_ALL = {**_WITH_VARIABLES, "overwrite": _flag(None), "parts": _flag(False), "base": _path("checkpoint")}
+
 
 def _default(name: str) -> Any:
-    setting = SETTINGS.get(name) or SAVE_SETTINGS[name]
+    setting = _WITH_VARIABLES[name]
     text = os.environ.get(f"FASTLOAD_{name.upper()}")
     if text is None:
         return setting.default
@@ -174,27 +169,6 @@ def _default(name: str) -> Any:
 
 def _setting(name: str) -> Any:
     return field(default_factory=partial(_default, name))
-
-
-_CHOICES = {
-    "strategy": STRATEGIES,
-    "io": get_args(IoMode),
-    "per_rank_mismatch": get_args(PerRankMismatch),
-    "check_replicas": get_args(ReplicaCheck),
-    "snapshot": get_args(SnapshotMode),
-}
-_PATHS = {"trace": "file", "base": "checkpoint", "bases": "directory"}
-_LEAST = {
-    "chunk_bytes": 1,
-    "staging_bytes": 1 << 16,
-    "prefetch_bytes": 0,
-    "read_threads": 1,
-    "write_threads": 1,
-    "retries": 0,
-    "max_shard_bytes": 1,
-    "block_bytes": 4096,
-    "max_chain": 0,
-}
 
 
 class Patience(NamedTuple):
@@ -225,27 +199,18 @@ class _Options:
         timeout_s: float
 
     def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
+        for name, setting in _ALL.items():
+            if not hasattr(self, name):
+                continue
+            value = getattr(self, name)
             if name.endswith("_bytes") and isinstance(value, str):
-                value = _size(name, value)
-                object.__setattr__(self, name, value)
-            if name in _CHOICES:
-                _require(value in _CHOICES[name], name, value, f"one of {', '.join(_CHOICES[name])}")
-            elif name in _LEAST:
-                chosen = value is None and {**SETTINGS, **SAVE_SETTINGS}[name].default is None
-                _require(chosen or _is_count(value, _LEAST[name]), name, value, f"at least {_LEAST[name]}")
-            elif name in ("atomic", "overwrite", "parts", "verify", "dequantize"):
-                is_open = value is None and getattr(type(self), name) is None
-                _require(is_open or isinstance(value, bool), name, value, "True or False")
-            elif name == "timeout_s":
-                number = isinstance(value, int | float) and not isinstance(value, bool)
-                _require(number and 0 < value < 1e7, name, value, "a number of seconds above 0")
-            elif name in _PATHS and value is not None:
-                path = os.fspath(value) if isinstance(value, os.PathLike) else value
-                object.__setattr__(self, name, path)
-                is_path = isinstance(path, str) and bool(path) and "\0" not in path
-                _require(is_path, name, value, f"the path of a {_PATHS[name]}")
+                value = _parsed(name, value)
+            elif isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            object.__setattr__(self, name, value)
+            is_open = value is None and getattr(type(self), name, setting.default) is None
+            if not (is_open or setting.allows(value)):
+                raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
 
     @property
     def patience(self) -> Patience:
@@ -259,6 +224,13 @@ class _Options:
         }
 
 
+def _parsed(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise OptionError(f"{name}={text!r}: {error}") from None
+
+
 _O = TypeVar("_O", bound=type[_Options])
 
 
@@ -266,10 +238,9 @@ def _with_defaults_shown(options: _O) -> _O:
     """Shows the defaults in the signature, not ``<factory>``."""
     init: Any = options.__init__
     signature = inspect.signature(init)
-    settings = {**SETTINGS, **SAVE_SETTINGS}
     init.__signature__ = signature.replace(
         parameters=[
-            parameter.replace(default=settings[name].default) if name in settings else parameter
+            parameter.replace(default=_WITH_VARIABLES[name].default) if name in _WITH_VARIABLES else parameter
             for name, parameter in signature.parameters.items()
         ]
     )
@@ -397,12 +368,6 @@ class SaveOptions(_Options):
     on_report: Callable[[SaveReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known = self.writers in ("auto", "all", "host") or _is_count(self.writers, 1)
-        _require(known, "writers", self.writers, "auto, all, host or a number of at least 1")
-        _require(self.shared in ("auto", True, False), "shared", self.shared, "True, False or auto")
-
 
 @_with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
@@ -438,19 +403,3 @@ class StageOptions(_Options):
     bases: str | os.PathLike[str] | None = _setting("bases")
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise OptionError(f"{name}={text!r}: {error}") from None
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _require(holds: bool, name: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise OptionError(f"{name}={value!r}: must be {wanted}")

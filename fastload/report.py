@@ -7,16 +7,6 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-__all__ = [
-    "LoadReport",
-    "RankReport",
-    "SaveRankReport",
-    "SaveReport",
-    "StageRankReport",
-    "StageReport",
-    "VerifyReport",
-]
-
 R = TypeVar("R", bound="_RankReport")
 
 

@@ -6,9 +6,7 @@ rest is a load: each byte is read by one of its holders, and arrives in the memo
 
 from __future__ import annotations
 
-import json
 import secrets
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,12 +35,11 @@ from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
 from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.report import LoadReport
-from fastload.saving.describe import lay_out_files
-from fastload.saving.layout import Layout, TensorSpec
-from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge
+from fastload.saving.layout import TensorSpec, lay_out_files
+from fastload.saving.merge import MergedState, gather_states
 from fastload.saving.messages import ShardRange
-from fastload.saving.shard_map import MappedShard, ShardMap
-from fastload.saving.snapshot import StateReader
+from fastload.saving.reader import StateReader
+from fastload.saving.shard_map import MappedShard
 from fastload.storage import FileStat, PatientStorage, Storage
 from fastload.transfer.plan import StrategyChoice
 from fastload.transfer.routed_plan import HeldRange, Holders, RepeatedPlan, RoutedPlan
@@ -201,7 +198,7 @@ def _open(world: World, state: Any) -> _VirtualFile:
     Raises:
         FastloadError: The same on all ranks: some rank cannot send its state, or the states do not fit.
     """
-    held: list[tuple[StateEncoding, bytes, StateReader]] = []
+    held: list[tuple[StateEncoding, Sequence[TensorSpec], StateReader]] = []
 
     def look() -> dict[str, Any]:
         encoding = _encode(state)
@@ -210,24 +207,23 @@ def _open(world: World, state: Any) -> _VirtualFile:
 
     responses = world.agree(_WHAT, look)
     (machines,) = responses[0]["machine"]
-    [(encoding, form, reader)] = held
-    boxes = pack_boxes({name: reader.boxes(name) for name in encoding.tensors})
-    forms = dict(enumerate(world.gather_bytes(f"{_WHAT}: gathering what the ranks have", lambda: form)))
-    packed = world.gather_bytes(f"{_WHAT}: gathering the parts of tensors", lambda: boxes)
-    of_senders = {rank: form for rank, form in forms.items() if form}
-    if not of_senders:
+    [(encoding, specs, reader)] = held
+    merged = gather_states(
+        world,
+        f"{_WHAT}: gathering the parts of the state",
+        (encoding.structure, specs) if specs else None,
+        lambda: {name: reader.boxes(name) for name in encoding.tensors},
+        lambda specs: lay_out_files(specs, SaveOptions()),
+        _NOTHING_MOVED,
+    )
+    if merged is None:
         raise OptionError("no rank has a tensor to send: state= is None or has no tensors on all ranks")
-    merged = MergedState.of(of_senders, _NOTHING_MOVED)
-    layout = lay_out_files(merged.specs, SaveOptions())
-    shard_map = ShardMap(layout, world.size, boxes_by_rank(packed))
-    if missing := shard_map.missing():
-        refuse_merge("the ranks together do not have all of the state", missing, _NOTHING_MOVED)
-    shards, manifest = _lay_out(merged, layout, shard_map)
+    shards, manifest = _lay_out(merged)
     held_ranges = [
         HeldRange(0, offset, offset + shard.runs.total, tuple(shard.holders)) for offset, _, shard in shards
     ]
     holders = Holders(tuple(held_ranges))
-    reader = reader.with_layout(layout)
+    reader = reader.with_layout(merged.layout)
     access = Access(
         storage=_connect(world, reader, shards),
         manifest=manifest,
@@ -245,31 +241,28 @@ def _connect(world: World, reader: StateReader, shards: Sequence[_Shard]) -> Pat
     return PatientStorage(_StateStorage(reader, shards), Patience(0, world.patience_s / 2))
 
 
-def _look(world: World, encoding: StateEncoding) -> tuple[bytes, StateReader]:
-    """Returns the packed structure and specs of this rank's state, and a reader of its tensors."""
+def _look(world: World, encoding: StateEncoding) -> tuple[Sequence[TensorSpec], StateReader]:
+    """Returns the tensors of this rank's state, and their reader."""
     group = DTensorRanks(members_of(world.group), place="the state", call="send")
     tensors = encoding.tensors.items()
     problems = [line for name, tensor in tensors for line in group.misfits(name, tensor)]
     if problems:
         raise OptionError("the state cannot be sent: " + "\n  ".join(problems[:_NUM_SHOWN]))
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors]
-    reader = StateReader(lay_out_files(specs, SaveOptions()), encoding.tensors)
-    if not specs:
-        return b"", reader
-    return zlib.compress(json.dumps([encoding.structure, specs]).encode(), level=1), reader
+    return specs, StateReader(lay_out_files(specs, SaveOptions()), encoding.tensors)
 
 
 _NUM_SHOWN = 20
 
 
-def _lay_out(merged: MergedState, layout: Layout, shard_map: ShardMap) -> tuple[list[_Shard], Manifest]:
+def _lay_out(merged: MergedState) -> tuple[list[_Shard], Manifest]:
     """Lays all tensors out in one virtual file."""
-    numbers = {entry.name: number for number, entry in enumerate(layout.space.ranges)}
+    numbers = {entry.name: number for number, entry in enumerate(merged.layout.space.ranges)}
     shards: list[_Shard] = []
     tensors: list[TensorEntry] = []
     position = 0
     for spec in merged.specs:
-        of_tensor = shard_map.tensor(numbers[spec.name]).shards if spec.name in numbers else []
+        of_tensor = merged.shard_map.tensor(numbers[spec.name]).shards if spec.name in numbers else []
         begin, pieces = position, []
         for shard in of_tensor:
             shards.append((position, numbers[spec.name], shard))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fastload.comm import group
-from fastload.comm.group import Launch, from_env, initialize
 from fastload.comm.hosts import node
+from fastload.comm.launch import Launch, from_env, initialize
 from fastload.options import LoadOptions
 
 __all__ = ["Launch", "agree", "from_env", "get_hosts", "get_rank", "initialize"]

@@ -19,6 +19,8 @@ The name of an arm says what it reads: HTTP as the floor, S3, or files that sshf
 With --shards each host loads its part into existing DTensors, and the arms are those that can load into
 DTensors.
 
+With --quantised the checkpoint has quantised weights. Plain loads of its bytes are next to dequantised ones.
+
 With --ranks-per-host each host has several ranks, which all load everything. With --against, an older
 fastload is in the same tables: `git worktree add ../old COMMIT`, `--against ../old`. It runs in a second job,
 which takes turns with the first.
@@ -36,17 +38,28 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
-from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Checkpoint, Lab, exit_on_signals, make_checkpoint
+from bench_parts.lab_control import (
+    FULL,
+    SCRIPTS,
+    SMALL,
+    Checkpoint,
+    Lab,
+    exit_on_signals,
+    make_checkpoint,
+    make_quantised,
+)
 from bench_parts.lab_shards import LAYOUTS, arms_of
 from bench_parts.lab_tables import print_regime
 from bench_parts.prediction import print_predictions
-from bench_parts.tables import AS_IT_WAS, FLOOR
+from bench_parts.quantised_weights import KINDS
+from bench_parts.tables import AS_IT_WAS, DEQUANTISED, FLOOR
 from rich.console import Console
 
 from fastload.options import parse_bytes
@@ -74,6 +87,11 @@ def words(context: click.Context, parameter: click.Parameter, text: str) -> list
     type=click.Choice(["none", *LAYOUTS]),
     show_default=True,
     help="What each host gets: all, or its part with FSDP over all hosts, HSDP of two replicas, TP 4 × DP.",
+)
+@click.option(
+    "--quantised",
+    type=click.Choice(list(KINDS)),
+    help="Quantised weights: plain and dequantised loads of them.",
 )
 @click.option("--ranks-per-host", default=1, show_default=True, help="Ranks on each host; all get all.")
 @click.option(
@@ -104,6 +122,7 @@ def main(
     size: int,
     num_files: int,
     shards: str,
+    quantised: str | None,
     ranks_per_host: int,
     against: Path | None,
     repeats: int,
@@ -135,12 +154,17 @@ def main(
         raise click.UsageError("--shards is for one rank on each host")
     reads = {arm.name: arm.reads for arm in arms_of(shards, tuned)}
     names = [name for name in reads if name != AS_IT_WAS or against]
+    if quantised:
+        names = [name for name in names if name in (FLOOR, "fastload auto", DEQUANTISED)]
+    else:
+        names.remove(DEQUANTISED)
     chosen = [*arms, FLOOR, AS_IT_WAS, *tuned]
     names = [name for name in names if not arms or any(part in name for part in chosen)]
     result: dict[str, Any] = {
         "environment": environment() | ({"against": commit_of(against)} if against else {}),
         "size": size,
         "shards": shards,
+        "quantised": quantised,
         "ranks_per_host": ranks_per_host,
         "repeats": repeats,
         "arms": names,
@@ -149,10 +173,11 @@ def main(
         "jobs": [],
     }
     with tempfile.TemporaryDirectory(prefix="bench-lab-") as folder:
-        full = make_checkpoint(Path(folder, FULL), size, num_files)
-        small = make_checkpoint(Path(folder, SMALL), _SMALL_BYTES, num_files)
+        make = partial(make_quantised, kind=quantised) if quantised else make_checkpoint
+        full = make(Path(folder, FULL), nbytes=size, num_files=num_files)
+        small = make(Path(folder, SMALL), nbytes=_SMALL_BYTES, num_files=num_files)
         result |= {"nbytes": full.nbytes}
-        if not shards and any(name.startswith("fastload") for name in names):
+        if not shards and not quantised and any(name.startswith("fastload") for name in names):
             result["unshaped_s"] = {
                 count: unshaped_s(int(count), {SMALL: small, FULL: full}, timeout_s, ranks_per_host)
                 for count in hosts
@@ -180,7 +205,7 @@ def show(result: dict[str, Any], png_path: Path | None) -> None:
     """Prints the tables, and draws the picture if there is a path."""
     for regime in result["rates"]:
         print_regime(result, regime)
-        if not result.get("shards"):
+        if not result.get("shards") and not result.get("quantised"):
             print_predictions(result, regime)
     if png_path:
         from bench_parts.lab_picture import draw

@@ -280,9 +280,9 @@ def quantised(size: int, repeats: int, folder: str | None, json_path: str | None
     Plain loads are of the same files, as stored, and of a checkpoint of the result.
     """
     rows = []
-    for kind, make in quantised_weights.KINDS.items():
+    for kind in quantised_weights.KINDS:
         with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as made:
-            rows += quantised_weights.measure(kind, make, Path(made), size, repeats)
+            rows += quantised_weights.measure(kind, Path(made), size, repeats)
     quantised_weights.print_rows(rows, f"{size / MIB:.0f} MiB of quantised weights, one process")
     write_json(json_path, rows)
 

@@ -106,26 +106,24 @@ class RankTrace:
         host: Name of its host.
         spans: Its spans, in the order in which they ended.
         num_dropped: Number of spans that exceeded the limit.
-        synchronized: Whether its clock could be compared with that of rank 0.
         error: The error that ended the work, or empty.
     """
 
     host: str
     spans: tuple[Span, ...]
     num_dropped: int = 0
-    synchronized: bool = True
     error: str = ""
 
     def to_bytes(self) -> bytes:
         """Packs the trace for rank 0."""
-        rest = [self.host, self.num_dropped, self.synchronized, self.error]
+        rest = [self.host, self.num_dropped, self.error]
         return zlib.compress(json.dumps([rest, self.spans]).encode(), level=1)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> RankTrace:
         """Unpacks the result of `to_bytes`."""
-        (host, num_dropped, synchronized, error), spans = json.loads(zlib.decompress(packed))
-        return cls(host, tuple(Span(*span) for span in spans), num_dropped, synchronized, error)
+        (host, num_dropped, error), spans = json.loads(zlib.decompress(packed))
+        return cls(host, tuple(Span(*span) for span in spans), num_dropped, error)
 
 
 class Recorder:
@@ -157,20 +155,21 @@ class Recorder:
             self._num_dropped += len(self._last) == self._last.maxlen
             self._last.append(span)
 
-    def trace(self, host: str, offset_s: float | None, error: BaseException | None) -> RankTrace:
+    def trace(self, host: str, offset_s: float, error: BaseException | None) -> RankTrace:
         """Returns the recorded spans.
 
         Args:
             host: Name of this host.
-            offset_s: Offset of the trace's clock from this rank's `time.perf_counter`; None if unknown.
+            offset_s: Offset of the trace's clock from this rank's `time.perf_counter`.
             error: The error that ended the work, or None.
         """
         with self._lock:
             spans = [*self._first, *self._last]
-        by_s = offset_s or 0.0
-        moved = (span._replace(begin_s=span.begin_s + by_s, end_s=span.end_s + by_s) for span in spans)
+        moved = (
+            span._replace(begin_s=span.begin_s + offset_s, end_s=span.end_s + offset_s) for span in spans
+        )
         why = f"{type(error).__name__}: {error}" if error is not None else ""
-        return RankTrace(host, tuple(moved), self._num_dropped, offset_s is not None, why)
+        return RankTrace(host, tuple(moved), self._num_dropped, why)
 
 
 def chrome_events(
@@ -226,8 +225,6 @@ def _title(rank: int, trace: RankTrace) -> str:
     title = f"rank {rank} on {trace.host}"
     if trace.num_dropped:
         title += f" ({trace.num_dropped} spans left out in the middle)"
-    if not trace.synchronized:
-        title += " (its clock could not be compared)"
     return f"{title} failed: {trace.error}" if trace.error else title
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 import fastload
 from fastload.base.memory import byte_view, host_view
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
-from fastload.comm.group import agree, initialize, join
+from fastload.comm.group import agree, join
+from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
 from fastload.estimate.units import count
@@ -109,7 +110,15 @@ def convert(
     set_rank(rank)
     if to in ("torch", "dcp"):
         local_path(dst)
-    shows = not as_json
+    shows, source = not as_json, config_from or src
+    edit = partial(_edit_config, dtype=parse_dtype(dtype), dequantized=dequantize)
+    edited: dict[str, bytes] = {}
+
+    def read_config() -> None:
+        if rank == 0 and (config_from or dtype or dequantize):
+            edited.update(_edited_config(source, edit, is_required=config_from is not None))
+
+    agree(None, f"reading the configuration in {source}", read_config, timeout_s=LoadOptions().timeout_s)
     with (
         progress(rank, shown=shows) as show,
         fastload.open(src, options=LoadOptions(progress=show, dequantize=dequantize)) as checkpoint,
@@ -125,10 +134,8 @@ def convert(
         else:
             write = write_torch_file if to == "torch" else write_dcp_folder
             done = write(parts, dst, overwrite=overwrite, timeout_s=options.timeout_s)
-    source = config_from or src
     companions = _companions(source) if rank == 0 else []
-    edit = partial(_edit_config, dtype=dtype, dequantized=dequantize)
-    copied = _copy(source, dst, companions, edit) if to != "torch" else []
+    copied = _copy(source, dst, companions, edited) if to != "torch" else []
     if rank == 0 and as_json:
         print_json({**done, "copied": copied})
     elif rank == 0:
@@ -207,10 +214,12 @@ def load_weights(
         {saved.stored for saved in leaves(manifest.structure) if saved.is_text} if manifest.structure else ()
     )
     wanted: dict[str, TensorEntry] = {}
+    left_out = set(texts)
     for name, saved in selection.chosen.items():
         entry, new = manifest.by_name[saved.stored], name.removeprefix(strip)
-        if entry.name in texts or entry in wanted.values():
+        if entry.name in left_out:
             continue
+        left_out.add(entry.name)
         if new in wanted:
             raise OptionError(f"--strip {strip!r}: two tensors would be called {new!r}")
         wanted[new] = entry
@@ -316,36 +325,57 @@ def _companions(src: str) -> list[str]:
     return [name for name in names if not name.endswith(_WEIGHTS) and name[0] != "." and name not in own]
 
 
-def _edit_config(config: dict[str, Any], *, dtype: str | None, dequantized: bool) -> dict[str, Any]:
+def _edited_config(
+    src: str, edit: Callable[[dict[str, Any]], dict[str, Any]], *, is_required: bool
+) -> dict[str, bytes]:
+    """Returns the new content of the configuration of a model, by the name of its file.
+
+    Args:
+        src: The directory that may have one.
+        edit: Returns the new configuration; an equal one for none.
+        is_required: Whether `src` must be a directory.
+
+    Raises:
+        OptionError: It is none.
+        ManifestError: The configuration is malformed.
+    """
+    with closing(_open(src)) as storage:
+        names = storage.list()
+        if names is None and is_required:
+            raise OptionError(f"--config-from {src}: no such directory")
+        stat = storage.stat(CONFIG_NAME) if names is not None and CONFIG_NAME in names else None
+        if stat is None or stat.nbytes > _MAX_COPIED_BYTES:
+            return {}
+        config = parse_json(storage.read_all(CONFIG_NAME, stat), url_of(storage, CONFIG_NAME))
+    edited = edit(config)
+    return {} if edited == config else {CONFIG_NAME: json.dumps(edited, indent=2).encode()}
+
+
+def _edit_config(config: dict[str, Any], *, dtype: torch.dtype | None, dequantized: bool) -> dict[str, Any]:
     """Returns the configuration of a model after its weights have been cast or dequantised."""
     if dequantized:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
     if dtype is not None:
-        config = {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+        name = str(dtype).removeprefix("torch.")
+        config = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     return config
 
 
-def _copy(
-    src: str, dst: str, names: list[str], edit: Callable[[dict[str, Any]], dict[str, Any]]
-) -> list[str]:
+def _copy(src: str, dst: str, names: list[str], edited: Mapping[str, bytes]) -> list[str]:
     """Copies small files of a directory next to a checkpoint; returns the names of the copied ones.
 
     Args:
         src: The directory.
         dst: The checkpoint.
         names: The files.
-        edit: Returns the new content of ``config.json``; the same for none.
+        edited: The files that get another content.
     """
     options, place, copied = LoadOptions(), locate(dst), []
     with closing(_open(src)) as storage:
         for name in names:
             stat = storage.stat(name)
             if stat is not None and stat.nbytes <= _MAX_COPIED_BYTES:
-                content = storage.read_all(name, stat)
-                if name == CONFIG_NAME:
-                    config = parse_json(content, url_of(storage, name))
-                    if (edited := edit(config)) != config:
-                        content = json.dumps(edited, indent=2).encode()
+                content = edited[name] if name in edited else storage.read_all(name, stat)
                 put_next_to(place, NAMES, name, content, patience=options.patience)
                 copied.append(name)
     return copied

@@ -17,7 +17,8 @@ from torch import Tensor
 import fastload
 from fastload.base.devices import is_accelerator
 from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
-from fastload.comm.group import agree, from_env, initialize
+from fastload.comm.group import agree
+from fastload.comm.launch import from_env, initialize
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
 from fastload.errors import FastloadError, OptionError
@@ -26,7 +27,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.encoder import encode_state
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.state import OWN_PREFIX, state_digest
-from fastload.options import SETTINGS, STRATEGIES, LoadOptions
+from fastload.options import STRATEGIES, LoadOptions
 from fastload.storage import locate
 from fastload.storage.single_file import require_writable
 
@@ -40,7 +41,11 @@ _MARKS = {"ok": ("✓", None), "note": ("i", None), "problem": ("✗", "bold red
 @click.command(short_help="Load a checkpoint on all ranks, and print a report.")
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, help="Device of the tensors: cpu, cuda, cuda:1.")
-@click.option("--strategy", type=click.Choice(STRATEGIES), help=f"How to load: {SETTINGS['strategy'].help}.")
+@click.option(
+    "--strategy", type=click.Choice(STRATEGIES),
+    help="How to load: auto, allgather (each rank reads 1/N), broadcast (one reads), direct (each reads "
+    "all).",
+)  # fmt: skip
 @click.option(
     "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
 )

@@ -14,10 +14,11 @@ from fastload.base.trace import RankTrace, Span, chrome_events, to_json
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
 from fastload.cli.options import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
+from fastload.estimate.cluster import Cluster
 from fastload.estimate.exchange import Level
 from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.estimate.sharded import ShardedLoad
-from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, ReplicatedLoad
+from fastload.estimate.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.estimate.units import format_bytes, format_duration, format_rate
 from fastload.formats.names import NAMES
 from fastload.geometry.ranges import ByteRange

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from fastload.comm.store import Decision
+from fastload.comm.rendezvous import Decision
 from fastload.errors import (
     DeadlineExceeded,
     FastloadError,
@@ -20,28 +19,11 @@ from fastload.errors import (
     blames_checkpoint,
     from_wire,
     some_of,
-    to_wire,
 )
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-_MIN_GRACE_S = 0.5
-_MAX_GRACE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The value or the error of one rank in a step."""
-
-    value: Any
-    error: dict[str, Any] | None
-
-
-def grace_of(timeout_s: float) -> float:
-    """Returns how long, after a failure, the others get to report their errors, in seconds."""
-    return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
 
 
 @contextmanager
@@ -54,14 +36,9 @@ def logged() -> Iterator[None]:
 
 
 def raise_failures(
-    what: str,
-    outcomes: Sequence[Outcome],
-    rank: int,
-    own: BaseException | None = None,
-    *,
-    hosts: Mapping[int, str],
+    what: str, decision: Decision, rank: int, own: BaseException | None = None, *, hosts: Mapping[int, str]
 ) -> None:
-    """Raises on every rank if an outcome is an error.
+    """Raises the errors of a decision.
 
     The same fastload error on all ranks is raised as itself. If only the checkpoint is bad, all ranks raise
     the error of the first rank that noticed. Otherwise all ranks raise one `PeerError` with the cause of each
@@ -69,23 +46,22 @@ def raise_failures(
 
     Args:
         what: Name of the step.
-        outcomes: Outcome of each rank.
+        decision: A decision in which some rank failed.
         rank: This rank.
         own: Its error, if any.
         hosts: Host of each rank, where known.
     """
-    failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
-    if not failures:
-        return
+    failures = errors_of(decision, rank)
+    size = sum(count for _, count in decision.runs)
     causes_only = {rank: e for rank, e in failures.items() if not isinstance(e, Interrupted)}
     failures = causes_only or failures
     source = min(failures)
     first = failures[source]
     same = len({(type(error), str(error)) for error in failures.values()}) == 1
-    everywhere = same and len(failures) == len(outcomes)
-    if (everywhere and (isinstance(first, FastloadError) or len(outcomes) == 1)) or all(
-        map(blames_checkpoint, failures.values())
-    ):
+    everywhere = same and len(failures) == size
+    # Errors of libraries come as `FastloadError` from other ranks.
+    is_fastload = all(isinstance(error, FastloadError) for error in (first, own) if error is not None)
+    if (everywhere and (is_fastload or size == 1)) or all(map(blames_checkpoint, failures.values())):
         try:
             raise own if own is not None and (everywhere or rank == source) else first
         finally:
@@ -94,38 +70,25 @@ def raise_failures(
             failures.clear()
     causes = "; ".join(f"{_label(rank, hosts)}: {_described(error)}" for rank, error in failures.items())
     raise PeerError(
-        f"{what} failed on {len(failures)} of {len(outcomes)} ranks "
-        f"(this is {_label(rank, hosts)}): {causes}",
+        f"{what} failed on {len(failures)} of {size} ranks (this is {_label(rank, hosts)}): {causes}",
         failures,
     ) from own
 
 
-def outcomes_of(decision: Decision, rank: int) -> list[Outcome]:
-    """Returns the outcome of each rank; one object for ranks that brought the same.
-
-    Args:
-        decision: The decision.
-        rank: This rank.
-    """
-    outcomes: list[Outcome] = []
-    made: dict[tuple[int, int], Outcome] = {}  # thousands of ranks mostly give the same response
+def errors_of(decision: Decision, rank: int) -> dict[int, BaseException]:
+    """Returns the error of each rank that failed or did not come, for one of the ranks."""
+    errors: dict[int, BaseException] = {}
+    begin = 0
     for response, count in decision.runs:
-        begin = len(outcomes)
-        if response is None and decision.left:
-            outcomes += [Outcome(None, to_wire(Interrupted("another rank has left")))] * count
-            continue
-        if response is None:
-            outcomes += [
-                Outcome(None, to_wire(late(decision.waited_s, own=each == rank)))
-                for each in range(begin, begin + count)
-            ]
-            continue
-        value, error = response["value"], response["error"]
-        key = id(value), id(error)
-        if key not in made:
-            made[key] = Outcome(value, error)
-        outcomes += [made[key]] * count
-    return outcomes
+        for each in range(begin, begin + count):
+            if response is None and decision.left:
+                errors[each] = Interrupted("another rank has left")
+            elif response is None:
+                errors[each] = late(decision.waited_s, own=each == rank)
+            elif response["error"] is not None:
+                errors[each] = from_wire(response["error"])
+        begin += count
+    return errors
 
 
 def late(waited_s: float, *, own: bool) -> DeadlineExceeded:

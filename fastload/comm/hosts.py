@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hmac
 import ipaddress
@@ -15,13 +14,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from fastload.errors import PeerError, WorldError, some_of
+from fastload.base.threads import in_threads
+from fastload.errors import WorldError, some_of
 
 _SIOCGIFADDR = 0x8915
 
@@ -159,49 +158,29 @@ def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> No
     one_at_each: dict[str, Peer] = {}
     for peer in sorted(peers, key=lambda peer: (peer.rank < rank, peer.rank)):
         one_at_each.setdefault(peer.address, peer)
-    problems = _try(list(one_at_each.values())[:_MOST], limit_s)
-    if not problems:
-        return
+    tried = sorted(list(one_at_each.values())[:_MOST])
+    problems = in_threads(lambda peer: _problem_with(peer, limit_s), tried, _MOST)
     found = [
         f"rank {peer.rank} on {peer.host} at {peer.address} port {peer.port} ({problem})"
-        for peer, problem in sorted(problems.items())
+        for peer, problem in zip(tried, problems, strict=True)
+        if problem
     ]
-    raise WorldError(
-        f"could not connect to {some_of(found)}: open {_free_ports()} between the hosts, or name another "
-        "network interface in GLOO_SOCKET_IFNAME"
-    )
+    if found:
+        raise WorldError(
+            f"could not connect to {some_of(found)}: open {_free_ports()} between the hosts, or name another "
+            "network interface in GLOO_SOCKET_IFNAME"
+        )
 
 
-def _try(peers: Sequence[Peer], limit_s: float) -> dict[Peer, str]:
-    """Returns the problem with each peer that cannot be reached."""
-    poll, waiting, problems = select.poll(), dict[int, tuple[socket.socket, Peer]](), dict[Peer, str]()
-    until = time.monotonic() + limit_s
+def _problem_with(peer: Peer, limit_s: float) -> str:
+    """Returns why a peer cannot be reached; empty if it can."""
     try:
-        for peer in peers:
-            one = socket.socket(_family(peer.address))
-            waiting[one.fileno()] = one, peer
-            one.setblocking(False)
-            poll.register(one, select.POLLOUT)
-            problem = one.connect_ex((peer.address, peer.port))
-            if problem not in (0, errno.EINPROGRESS):
-                problems[peer] = os.strerror(problem)
-        while waiting:
-            left_s = until - time.monotonic()
-            ready = poll.poll(1e3 * max(0.0, left_s))
-            if not ready and left_s <= 0:
-                break
-            for number, _ in ready:
-                poll.unregister(number)
-                one, peer = waiting.pop(number)
-                with one:
-                    if problem := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                        problems.setdefault(peer, os.strerror(problem))
-        for _, peer in waiting.values():
-            problems.setdefault(peer, f"no answer within {limit_s:.1f} s")
-    finally:
-        for one, _ in waiting.values():
-            one.close()
-    return problems
+        socket.create_connection((peer.address, peer.port), timeout=limit_s).close()
+    except TimeoutError:
+        return f"no answer within {limit_s:.1f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -218,64 +197,13 @@ def _free_ports() -> str:
     return f"TCP ports {first} to {last}"
 
 
-def require_neighbour(store: Any, rank: int, size: int, *, host: str, num_local: int, limit_s: float) -> None:
-    """Checks that each rank can connect to one on the next host, before Gloo connects all of them.
-
-    Gloo waits five times its timeout, which torch sets to half an hour.
-
-    Args:
-        store: A ``torch.distributed.Store`` that only these ranks use.
-        rank: This rank.
-        size: Number of ranks.
-        host: Name of this host.
-        num_local: How many ranks run on it, if known.
-        limit_s: Longest wait for the connection.
-
-    Raises:
-        PeerError: Some ranks cannot connect; the same on all ranks.
-    """
-    listener = next(filter(None, map(listener_at, _gloo_addresses())), None)
-    with contextlib.closing(listener) if listener is not None else contextlib.nullcontext():
-        where = listener.getsockname()[:2] if listener is not None else None
-        store.set(f"reach/{rank}", json.dumps([host, where]))
-        other = (rank + num_local) % size
-        its_host, there = json.loads(store.get(f"reach/{other}"))
-        if where is not None and there is not None and where[0] != there[0]:
-            try:
-                require_reachable(rank, [Peer(other, its_host, *there)], limit_s=limit_s)
-            except WorldError as error:
-                store.append("reach/problems", json.dumps([rank, host, str(error)]) + "\n")
-        _meet(store, "tried", size, limit_s)
-    if not store.check(["reach/problems"]):
-        return
-    problems = sorted(json.loads(line) for line in str(store.get("reach/problems"), "ascii").splitlines())
-    _meet(store, "read", size, limit_s)  # before a rank exits that hosts the store
-    raise PeerError(
-        "the ranks cannot connect to each other: "
-        + some_of(f"rank {rank} on {host}: {text}" for rank, host, text in problems),
-        {rank: WorldError(text) for rank, _, text in problems},
-    )
-
-
-def _meet(store: Any, what: str, size: int, limit_s: float) -> None:
-    if store.add(f"reach/num_{what}", 1) == size:
-        store.set(f"reach/all_{what}", "")
-    store.wait([f"reach/all_{what}"], timedelta(seconds=4 * limit_s))
-
-
-def _gloo_addresses() -> list[str]:
-    """Returns the addresses that Gloo publishes for this rank."""
-    address = interface_address()
-    addresses = [address] if address is not None else host_addresses()
-    return [one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
-
-
 # Connections to ranks that identify themselves with a secret
 
 _SECRET_BYTES = 32
 _ACCEPTED = b"come in"
 _RANK = struct.Struct("!I")
 _GREETING_S = 1.0
+_CONNECTING_S = 2.0
 
 
 class Unreachable(Exception):
@@ -389,6 +317,79 @@ def greet(link: socket.socket, secret: str, rank: int, look: Callable[[], float]
     except BaseException:
         link.close()
         raise
+
+
+def listen(rank: int, store: Any) -> tuple[Listener, str]:
+    """Listens for the ranks below; returns the listener and its address for `connect`.
+
+    Args:
+        rank: This rank.
+        store: A ``torch.distributed.Store``. All ranks can reach this host on its route to the store's host.
+    """
+    listener = Listener()
+    dual = socket.has_dualstack_ipv6()
+    tcp = socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+    )
+    listener.listen_at(tcp)
+    address = {
+        "machine": machine(socket.gethostname(), rank),
+        "name": listener.name,
+        "secret": listener.secret,
+        "port": tcp.getsockname()[1],
+        "hosts": list(dict.fromkeys(_own_addresses(_host_of(store)))),
+    }
+    return listener, json.dumps(address)
+
+
+def connect(address: str, rank: int, look: Callable[[], float]) -> socket.socket:
+    """Connects to the rank above and waits until it accepts this one.
+
+    Args:
+        address: Address of that rank, from `listen`.
+        rank: This rank.
+        look: As for `Listener.accept`.
+
+    Raises:
+        Unreachable: It does not listen there any more.
+    """
+    found = json.loads(address)
+    link = _connect(found, machine(socket.gethostname(), rank))
+    greet(link, found["secret"], rank, look)
+    return link
+
+
+def _connect(found: dict[str, Any], here: str) -> socket.socket:
+    if found["machine"] == here:
+        with contextlib.suppress(OSError):
+            return connect_unix(found["name"])
+    problem = "no address"
+    for host in found["hosts"]:
+        try:
+            return socket.create_connection((host, found["port"]), timeout=_CONNECTING_S)
+        except OSError as error:
+            problem = f"{host}: {error}"
+    raise Unreachable(problem)
+
+
+def _own_addresses(store: str) -> Iterator[str]:
+    """Yields addresses of this host for others, the most likely first, without name lookups."""
+    if (address := interface_address()) is not None:
+        yield address
+    with contextlib.suppress(OSError, ValueError):
+        version = ipaddress.ip_address(store).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
+            any_socket.connect((store, 9))  # sends nothing
+            yield any_socket.getsockname()[0]
+    yield from host_addresses()
+
+
+def _host_of(store: Any) -> str:
+    """Returns the host of a TCPStore; empty for other stores."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def _read(link: socket.socket, num_bytes: int) -> bytes:

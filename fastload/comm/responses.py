@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, pairwise
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 from fastload.base.memory import uncollected
 
@@ -270,32 +270,26 @@ class Reports(Sequence[R]):
     def __init__(self, kind: type[R], columns: Sequence[Column]) -> None:
         self._kind = kind
         self._columns = columns
-        self._all: tuple[R, ...] | None = None
 
+    @cached_property
     def _reports(self) -> tuple[R, ...]:
-        if self._all is None:
-            rows = zip(*(column.values() for column in self._columns), strict=True)
-            self._all = tuple(self._kind.unpack(rank, row) for rank, row in enumerate(rows))
-        return self._all
+        rows = zip(*(column.values() for column in self._columns), strict=True)
+        return tuple(self._kind.unpack(rank, row) for rank, row in enumerate(rows))
 
-    @overload
-    def __getitem__(self, rank: int) -> R: ...
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[R, ...]: ...
-    def __getitem__(self, rank: int | slice) -> R | tuple[R, ...]:
-        return self._reports()[rank]
+    def __getitem__(self, rank: Any) -> Any:
+        return self._reports[rank]
 
     def __len__(self) -> int:
-        return len(self._reports())
+        return len(self._reports)
 
     def __iter__(self) -> Iterator[R]:
-        return iter(self._reports())
+        return iter(self._reports)
 
     def __eq__(self, other: object) -> bool:
-        return self._reports() == (tuple(other) if isinstance(other, Reports) else other)
+        return self._reports == (tuple(other) if isinstance(other, Reports) else other)
 
     def __hash__(self) -> int:
-        return hash(self._reports())
+        return hash(self._reports)
 
     def __repr__(self) -> str:
-        return repr(self._reports())
+        return repr(self._reports)

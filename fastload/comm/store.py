@@ -1,43 +1,21 @@
-"""Decisions of all ranks, and values for each other, in the rendezvous store; with deadlines throughout.
-
-A *call* (a load, a save, ...) is a series of steps. In each step every rank brings a response, and all ranks
-get the same decision:
-
-1. A rank appends its response to the log of the step, and counts it. Whoever counts the last one decides: the
-   log is the decision. A rank that runs out of patience, or leaves, decides with what the log then holds. The
-   store takes the first decision only (`compare_set`), so all ranks get the same one, however late.
-2. A rank continues only from a decision that has all ranks and no error. So all ranks return from a call, or
-   all raise.
-3. The keys of a step are deleted once all ranks have responded to the next one, and those of the last step
-   once all have acknowledged its decision.
-"""
+"""The rendezvous store of a call: requests with deadlines, the failure flag, and versions of fastload."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
 from fastload.base.version import PROTOCOL, __version__
-from fastload.comm.responses import Column, join_responses, read_responses
-from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, WorldError, some_of
+from fastload.errors import DeadlineExceeded, Interrupted, PeerError, WorldError, some_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-# One number has three counts: responses, acknowledgements of the decision, impatient ranks.
-_ACKNOWLEDGED = 1 << 20
-_IMPATIENT = 1 << 40
-_IN_STORE, _IN_TREE, _LEFT = "store", "tree", "left"  # how a decision came about
-_SEPARATOR = "\x03"  # between the response of a rank that leaves and earlier ones
 
 _PART_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
 _FIRST_POLL_S = 0.0005
@@ -46,158 +24,9 @@ _PROGRESS_PERIOD_S = 1.0
 _LAST_POLL_S = 0.05
 _FLAG_PERIOD_S = 0.2
 _SHORTEST_S = 2.0  # deadline of a request, since a busy machine may suspend a thread for a moment
+_MIN_GRACE_S, _MAX_GRACE_S = 0.5, 5.0
 _NAME, _VERSIONS = "name", "versions"
 _COLLECTING_S, _VERSION_POLL_S = 2.0, 0.02
-
-_Runs = Sequence[tuple[dict[str, Any] | None, int]]
-
-
-# Decisions
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The decision of a step; the same on all ranks.
-
-    Attributes:
-        waited_s: Patience of the rank that decided, in seconds.
-        runs: The responses, None for ranks that did not come in time; each with the number of consecutive
-            ranks that gave it.
-        in_tree: Whether all responses came along the tree of the group.
-        left: Whether a rank left the call, and decided without waiting for the others.
-        attachment: Bytes that came along with the decision; None if it was read from the store.
-    """
-
-    waited_s: float
-    runs: _Runs
-    in_tree: bool = False
-    left: bool = False
-    attachment: bytes | None = None
-
-    @classmethod
-    def from_text(cls, text: str, size: int, attachment: bytes | None = None) -> Decision:
-        """Parses the text of `write`."""
-        head, _, table = text.partition("\n")
-        waited_s, how = head.split()
-        if how != _LEFT:
-            runs = read_responses(table, size)
-            return cls(float(waited_s), runs, how == _IN_TREE, attachment=attachment)
-        leaving, table = table.split(_SEPARATOR)
-        each = zip(
-            _by_rank(read_responses(leaving, size)), _by_rank(read_responses(table, size)), strict=True
-        )
-        return cls(float(waited_s), [(last or response, 1) for last, response in each], left=True)
-
-    @staticmethod
-    def write(waited_s: float, table: str, *, in_tree: bool = False, left: bool = False) -> str:
-        """Returns a decision as text; see `responses` for the table."""
-        how = _IN_TREE if in_tree else _LEFT if left else _IN_STORE
-        return f"{waited_s} {how}\n{table}"
-
-    def response_of(self, rank: int) -> dict[str, Any] | None:
-        """Returns the response of a rank; None if it did not come in time."""
-        ends = accumulate(count for _, count in self.runs)
-        return next(response for (response, _), end in zip(self.runs, ends, strict=True) if rank < end)
-
-    @property
-    def came(self) -> list[tuple[dict[str, Any], int]]:
-        """`runs` of the ranks that came in time."""
-        return [(response, count) for response, count in self.runs if response is not None]
-
-    @property
-    def num_came(self) -> int:
-        """Number of the ranks that came in time."""
-        return sum(count for _, count in self.came)
-
-    @property
-    def num_succeeded(self) -> int:
-        """Number of the ranks that brought no error."""
-        return sum(count for response, count in self.came if response["error"] is None)
-
-    @property
-    def nodes(self) -> Column | None:
-        """`hosts.node` of each rank, in the first step of a call."""
-        return next((response["node"] for response, _ in self.came if "node" in response), None)
-
-    def binds(self, rank: int, call: str) -> bool:
-        """Whether a rank that makes a call of that name is bound by this decision of its first step.
-
-        So it is if its response is included, or if another rank has left the same call.
-        """
-        if self.response_of(rank) is not None:
-            return True
-        return self.left and any(response.get("call") == call for response, _ in self.came)
-
-
-def _by_rank(runs: _Runs) -> Iterator[dict[str, Any] | None]:
-    return chain.from_iterable(repeat(response, count) for response, count in runs)
-
-
-class StoreStep:
-    """The keys of one step in the store.
-
-    Args:
-        store: A ``torch.distributed.Store``.
-        name: Prefix of the keys.
-        size: Number of ranks.
-    """
-
-    def __init__(self, store: Any, name: str, size: int) -> None:
-        self._store = store
-        self._size = size
-        self.log, self.count, self.decision = f"{name}/responses", f"{name}/count", f"{name}/decision"
-
-    @property
-    def keys(self) -> list[str]:
-        """All keys of the step."""
-        return [self.log, self.count, self.decision]
-
-    def respond(self, response: str) -> bool:
-        """Adds the response of a rank, a table; returns whether it was the last one."""
-        self._store.append(self.log, response)
-        return bool(self._store.add(self.count, 1) % _ACKNOWLEDGED == self._size)
-
-    def lose_patience(self) -> bool:
-        """Returns whether this rank is the first to lose patience, and so the one to decide."""
-        return bool(self._store.add(self.count, _IMPATIENT) // _IMPATIENT == 1)
-
-    def decide(self, waited_s: float) -> Decision:
-        """Decides with the log, and returns the first decision of all. This rank must have responded."""
-        table = join_responses([str(self._store.get(self.log), "ascii")])
-        return Decision.from_text(self.settle(Decision.write(waited_s, table)), self._size)
-
-    def leave(self, response: str) -> Decision:
-        """Decides at once, since this rank leaves.
-
-        Its response replaces one that it may have sent along the tree before.
-        """
-        self._store.append(self.log, "")  # else there may be none
-        table = join_responses([str(self._store.get(self.log), "ascii")])
-        text = self.settle(Decision.write(0.0, f"{response}{_SEPARATOR}{table}", left=True))
-        return Decision.from_text(text, self._size)
-
-    def settle(self, decision: str) -> str:
-        """Stores a decision unless there is one; returns the one that is stored."""
-        return str(self._store.compare_set(self.decision, "", decision), "ascii")
-
-    def is_decided(self) -> bool:
-        """Whether there is a decision."""
-        return bool(self._store.check([self.decision]))
-
-    def read(self) -> Decision:
-        """Returns the decision, which must exist."""
-        return Decision.from_text(str(self._store.get(self.decision), "ascii"), self._size)
-
-    def acknowledge(self) -> bool:
-        """Notes that this rank has read the decision; returns whether all have."""
-        return bool(self._store.add(self.count, _ACKNOWLEDGED) // _ACKNOWLEDGED % _ACKNOWLEDGED == self._size)
-
-    def num_acknowledged(self) -> int:
-        """Returns how many ranks have read the decision."""
-        return int(self._store.add(self.count, 0) // _ACKNOWLEDGED % _ACKNOWLEDGED)
-
-
-# The store of a world
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,43 +46,6 @@ class Member:
     if_lost: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What one rank brings to a step.
-
-    Attributes:
-        what: Name of the step, for messages.
-        step: Its number.
-        response: The rank's response, a table; see `responses`.
-        wait_s: How long to wait for the others, from when one of them last made progress.
-        grace_s: How long to wait, then, for the rank that decides.
-        attachment: Bytes from one rank for all. A decision along the tree carries them; ranks that read it
-            from the store get them elsewhere.
-    """
-
-    what: str
-    step: int
-    response: str
-    wait_s: float
-    grace_s: float
-    attachment: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class LastStep:
-    """The last step of a call, for its acknowledgement.
-
-    Attributes:
-        step: Its number.
-        num_others: Number of the other ranks that have responded.
-        failed: Whether the call has failed.
-    """
-
-    step: int
-    num_others: int
-    failed: bool
-
-
 @dataclass
 class _Progress:
     """The counter with which ranks show that they make progress.
@@ -269,64 +61,31 @@ class _Progress:
     next_look: float = 0.0
 
 
-@dataclass
-class _Responded:
-    """The last step that this rank has responded to in the store; its lock is held meanwhile."""
-
-    step: int = -1
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class LocalStore:
-    """The store of a process alone."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:  # noqa: D102
-        self._values[key] = value if isinstance(value, bytes) else value.encode()
-
-    def get(self, key: str) -> bytes:  # noqa: D102
-        return self._values[key]
-
-    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
-        return all(key in self._values for key in keys)
-
-    def add(self, key: str, more: int) -> int:  # noqa: D102
-        total = int(self._values.get(key, 0)) + more
-        self.set(key, str(total))
-        return total
-
-    def append(self, key: str, text: str) -> None:  # noqa: D102
-        self._values[key] = self._values.get(key, b"") + text.encode()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # noqa: D102
-        if self._values.get(key, b"") == expected.encode():
-            self.set(key, desired)
-        return self._values.get(key, expected.encode())
-
-    def delete_key(self, key: str) -> bool:  # noqa: D102
-        return self._values.pop(key, None) is not None
-
-
-class StoreRendezvous:
+class CallStore:
     """The store namespace of one call, seen from one of its ranks.
 
     Args:
         store: A ``torch.distributed.Store`` that only this call uses.
         member: This rank.
+        timeout_s: Longest wait without progress, in seconds.
         versions: Compares the versions of the ranks while they meet; None to compare none.
+
+    Attributes:
+        member: As given.
+        timeout_s: As given.
     """
 
-    def __init__(self, store: Any, member: Member, *, versions: Versions | None = None) -> None:
-        self._store = store
-        self._member = member
+    def __init__(
+        self, store: Any, member: Member, *, timeout_s: float, versions: Versions | None = None
+    ) -> None:
+        self.member = member
+        self.timeout_s = timeout_s
+        self._namespace = self._store = store
+        self._prefix = ""  # of the keys of `_store` in `_namespace`
+        self._done: dict[str, None] = {}  # keys in `_namespace` that this rank deletes at the end of the call
         self._versions = versions
-        self._first_poll_s = max(_FIRST_POLL_S, self.poll_s)
-        self._shared: dict[int, list[str]] = {}
         self._lost: str | None = None
         self._given_up = False
-        self._responded = _Responded()
         self._progress = _Progress()
 
     @property
@@ -335,9 +94,20 @@ class StoreRendezvous:
         return self._store
 
     @property
+    def grace_s(self) -> float:
+        """How long, after a failure, the others get to report their errors, in seconds."""
+        least_s = min(0.5 * self.timeout_s, _MIN_GRACE_S)
+        return min(_MAX_GRACE_S, max(0.25 * self.timeout_s, least_s))
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait inside a step, such that wait and grace together end within `timeout_s`."""
+        return self.timeout_s - self.grace_s
+
+    @property
     def poll_s(self) -> float:
         """How long a rank should leave the store alone between two looks."""
-        return self._member.size * _POLL_OF_A_RANK_S
+        return self.member.size * _POLL_OF_A_RANK_S
 
     def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
         """Makes requests with a deadline: a store whose host is stopped or cut off never responds.
@@ -345,7 +115,7 @@ class StoreRendezvous:
         Raises:
             PeerError: The store is gone.
         """
-        if self._member.size == 1:
+        if self.member.size == 1:
             return ask()
         if self._lost is None:
             try:
@@ -356,11 +126,11 @@ class StoreRendezvous:
             except BaseException:
                 self._given_up = True  # else the thread that was left behind would poll on
                 raise
-        host, failures = self._member.store_host, dict[int, BaseException]()
+        host, failures = self.member.store_host, dict[int, BaseException]()
         if host is not None:
             failures[host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
         raise PeerError(
-            f"{what}: the rendezvous store is gone: {self._member.if_lost} ({self._lost})", failures
+            f"{what}: the rendezvous store is gone: {self.member.if_lost} ({self._lost})", failures
         )
 
     # Values for other ranks
@@ -419,7 +189,7 @@ class StoreRendezvous:
     def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
         """Stores bytes under a name of their own; returns the keys that they take."""
         starts = range(0, len(data), _PART_BYTES)
-        keys = _part_keys(place, len(starts))
+        keys = part_keys(place, len(starts))
 
         def leave() -> None:
             for key, start in zip(keys[1:], starts, strict=True):
@@ -440,135 +210,13 @@ class StoreRendezvous:
             count = self._store.get(f"{place}/count")
             if not count:  # it is being deleted
                 return None
-            keys = _part_keys(place, int(count))
+            keys = part_keys(place, int(count))
             data = b"".join(self._store.get(key) for key in keys[1:])
             if not keep:
                 self._delete(keys)
             return data
 
         return self.ask(what, limit_s, take)
-
-    # Steps
-
-    def decide(self, proposal: Proposal, *, since: float | None = None) -> Decision:
-        """Brings this rank's response to a step and returns the decision.
-
-        Args:
-            proposal: The response, perhaps with those of other ranks.
-            since: When the wait began, if this rank has waited in another way. Ranks that still do so get a
-                moment in any case.
-        """
-        wait_s, grace_s = proposal.wait_s, proposal.grace_s
-
-        def decide() -> Decision:
-            place = self._step(proposal.step)
-            if since is not None and place.is_decided():
-                return place.read()
-            began = time.monotonic()
-            if since is not None:
-                began = max(since, began - wait_s + min(wait_s, grace_s) / 2)
-            if self._respond(proposal.step, proposal.response):
-                decision = place.decide(wait_s)
-                if proposal.step:  # all ranks have responded, so they have the decision before
-                    self._forget(proposal.step - 1)
-                return decision
-            if self._wait_until(place.is_decided, wait_s, listen=True, began=began):
-                decision = place.read()
-                if decision.in_tree:  # decided meanwhile, without acknowledgements in the store
-                    self._delete([place.log, place.count])
-                return decision
-            # The rank that should decide may have died: then all others decide.
-            if not place.lose_patience() and self._wait_until(place.is_decided, grace_s, listen=False):
-                return place.read()
-            return place.decide(wait_s)
-
-        return self.ask(proposal.what, wait_s + 1.5 * grace_s, decide)
-
-    def acknowledge(self, last: LastStep, keys_left: Sequence[str], *, grace_s: float) -> None:
-        """Notes that this rank has the last decision of a call; never raises.
-
-        The last rank deletes the keys of the call. The rank that hosts the store waits for the others for a
-        moment, since it may exit and take the store with it.
-
-        Args:
-            last: The step.
-            keys_left: Keys that only this rank deletes.
-            grace_s: How long to wait for the others.
-        """
-
-        def acknowledge() -> None:
-            self._delete(keys_left)
-            if self._member.store_host == self._member.rank:
-                place = self._step(last.step)
-                self._wait_until(lambda: place.num_acknowledged() >= last.num_others, grace_s, listen=False)
-            self._acknowledge(last.step, last.failed)
-
-        with contextlib.suppress(FastloadError):
-            self.ask("ending the call", 2 * grace_s, acknowledge)
-
-    def withdraw(
-        self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
-    ) -> None:
-        """Responds to steps in advance, since this rank leaves the call; never raises.
-
-        Args:
-            last: Number of the step whose decision this rank has but has not acknowledged.
-            responses: Number and response of the next step. A step that this rank waits in comes first; the
-                next one counts if the others continue to it.
-            at_once: Whether to decide now, and not once all ranks have responded.
-            limit_s: Longest wait.
-        """
-
-        def withdraw() -> None:
-            self._store.set("failed", "")
-            if last is not None:
-                self._acknowledge(last, failed=True)
-            for step, response in responses:
-                place = self._step(step)
-                decision = None
-                if at_once:
-                    decision = place.leave(response)
-                    self._respond(step, "")  # afterwards, or the last rank would decide without it
-                elif self._respond(step, response):
-                    decision = place.decide(0.0)
-                if decision is None or not decision.in_tree:
-                    self._acknowledge(step, failed=True)
-                else:  # acknowledgements are not counted
-                    self._delete([place.log, place.count])
-                if decision is not None and decision.num_succeeded < self._member.size:
-                    return
-
-        with contextlib.suppress(FastloadError):
-            self.ask("telling the other ranks", limit_s, withdraw)
-
-    def note_shared(self, step: int, place: str, num_keys: int) -> None:
-        """Notes that the bytes a rank has left go with the keys of a step."""
-        self._shared[step] = _part_keys(place, num_keys - 1)
-
-    def disconnect(self) -> None:
-        """Notes that the call has failed; see `tree.TreeRendezvous`."""
-
-    def _respond(self, step: int, response: str) -> bool:
-        """Responds to a step, once; returns whether this was the last rank.
-
-        A thread that waits in the step may be about to respond when the rank is interrupted.
-        """
-        with self._responded.lock:
-            is_new, self._responded.step = step > self._responded.step, max(step, self._responded.step)
-            return is_new and self._step(step).respond(response)
-
-    def _acknowledge(self, step: int, failed: bool) -> None:
-        if self._step(step).acknowledge():
-            self._forget(step)
-            if failed and step:  # not all have come to this one together, and so forgotten the one before
-                self._forget(step - 1)
-            self._delete(["progress", "failed"] if failed else ["progress"])
-
-    def _forget(self, step: int) -> None:
-        self._delete(self._step(step).keys + self._shared.pop(step, []))
-
-    def _step(self, number: int) -> StoreStep:
-        return StoreStep(self._store, str(number), self._member.size)
 
     # Waiting
 
@@ -595,7 +243,7 @@ class StoreRendezvous:
             if self._given_up:
                 raise Interrupted("the call was abandoned")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
-            time.sleep(min(max(self._first_poll_s, (now - first_look) / 16), _LAST_POLL_S))
+            time.sleep(min(max(max(_FIRST_POLL_S, self.poll_s), (now - first_look) / 16), _LAST_POLL_S))
         return True
 
     def _period_s(self, wait_s: float) -> float:
@@ -617,7 +265,19 @@ class StoreRendezvous:
     def _read_progress(self) -> int:
         return int(self._store.compare_set("progress", "0", "0"))  # unlike `add`, leaves no key
 
-    def _delete(self, keys: Sequence[str], store: Any = None) -> None:
+    def delete_at_end(self, keys: Sequence[str]) -> None:
+        """Has this rank delete keys at the end of the call."""
+        self._done.update(dict.fromkeys(self._full(keys)))
+
+    def _delete_done(self) -> None:
+        done, self._done = self._done, {}
+        self._delete(done, self._namespace)
+
+    def _full(self, keys: Sequence[str]) -> list[str]:
+        """Returns keys of this call as they are called in `_namespace`."""
+        return [self._prefix + key for key in keys]
+
+    def _delete(self, keys: Iterable[str], store: Any = None) -> None:
         for key in keys:
             try:
                 (store or self._store).delete_key(key)
@@ -625,7 +285,8 @@ class StoreRendezvous:
                 return  # a FileStore keeps its keys; they are small
 
 
-def _part_keys(place: str, num_parts: int) -> list[str]:
+def part_keys(place: str, num_parts: int) -> list[str]:
+    """Returns the keys of `CallStore.leave`: their number, and the parts."""
     return [f"{place}/count", *(f"{place}/part{index}" for index in range(num_parts))]
 
 
@@ -633,17 +294,13 @@ class FailureFlag:
     """The failure flag of a call: a key in the store that ranks poll while they do not exchange messages.
 
     Args:
-        rendezvous: Namespace of the call.
-        grace_s: How long the others get, after a failure, to report their errors.
-        patience_s: Longest wait for the store.
+        store: The store of the call.
     """
 
-    def __init__(self, rendezvous: StoreRendezvous, *, grace_s: float, patience_s: float) -> None:
-        self._rendezvous = rendezvous
-        self._grace_s = grace_s
-        self._patience_s = patience_s
+    def __init__(self, store: CallStore) -> None:
+        self._store = store
         self._is_up = False
-        self._period_s = min(max(_FLAG_PERIOD_S, rendezvous.poll_s), grace_s / 4)
+        self._period_s = min(max(_FLAG_PERIOD_S, store.poll_s), store.grace_s / 4)
         self._next_look = time.monotonic() + self._period_s  # short calls need no look
         self._moved = False
         self._next_progress = 0.0
@@ -651,7 +308,7 @@ class FailureFlag:
     def set(self) -> None:
         """Tells the other ranks that this one has failed."""
         self._is_up = True
-        self._rendezvous.tell("failed", limit_s=self._grace_s)
+        self._store.tell("failed", limit_s=self._store.grace_s)
 
     def assume(self) -> None:
         """Takes the flag for set, without a request."""
@@ -669,8 +326,9 @@ class FailureFlag:
             alive = self._moved and now >= self._next_progress
             if alive:
                 self._moved = False
-                self._next_progress = now + min(_PROGRESS_PERIOD_S, self._grace_s / 4)
-            self._is_up = self._rendezvous.watch("failed", alive=alive, limit_s=self._patience_s)
+                self._next_progress = now + min(_PROGRESS_PERIOD_S, self._store.grace_s / 4)
+            limit_s = self._store.patience_s
+            self._is_up = self._store.watch("failed", alive=alive, limit_s=limit_s)
         return self._is_up
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from statistics import median
 from typing import Any
 
 from fastload.base.trace import RankTrace, Recorder, Stopwatch, chrome_events, to_json
+from fastload.comm.responses import Column, Each
 from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
 from fastload.storage import locate
@@ -19,7 +19,7 @@ from fastload.storage.single_file import write_text
 
 _log = logging.getLogger(__name__)
 
-_NUM_PINGS = 8
+_NUM_READINGS = 8
 
 
 class Tracing:
@@ -44,7 +44,7 @@ class Tracing:
         self._place = ""
         self._own: RankTrace | None = None
         self._recorder = Recorder(world.size)
-        self._offset_s: float | None = None
+        self._offset_s = 0.0
 
     def synchronize(self, hosts: Sequence[str]) -> None:
         """Compares the clocks of the hosts.
@@ -53,11 +53,11 @@ class Tracing:
             hosts: Host of each rank.
 
         Raises:
-            PeerError: The rendezvous store is gone.
+            PeerError: A rank did not respond.
         """
         self._hosts = hosts
         if self._path is not None:
-            self._offset_s = compare_clocks(self._world, hosts, time.perf_counter)
+            self._offset_s = compare_clocks(self._world, hosts, time.perf_counter)[self._world.rank]
 
     def add(self, stage: str, began_s: float) -> None:
         """Records a span that began at a `time.perf_counter` and ends now."""
@@ -120,75 +120,25 @@ def _from_here(path: str | os.PathLike[str]) -> str:
         return os.fspath(path)
 
 
-# Clocks
+def compare_clocks(world: World, hosts: Sequence[str], clock: Callable[[], float]) -> list[float]:
+    """Returns the offset of each rank's clock from rank 0's, in seconds.
 
-
-def compare_clocks(world: World, hosts: Sequence[str], clock: Callable[[], float]) -> float | None:
-    """Returns the offset of this rank's clock from rank 0's, in seconds; None if it is unknown.
-
-    Rank 0 asks one rank of each host for its time repeatedly and uses the shortest round trip. A rank that
-    does not respond leaves only its own host's offset unknown.
+    The ranks read their clocks whenever a decision has reached them, which is at about the same time.
 
     Args:
-        world: The ranks, which all call this once.
+        world: The ranks, which all call this.
         hosts: Host of each rank; ranks of one host share a clock.
         clock: Returns the time, in seconds.
 
     Raises:
-        PeerError: The rendezvous store is gone.
+        PeerError: A rank did not respond.
     """
     if len(set(hosts)) == 1:
-        return 0.0
-    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    store, rank, leader = world.store, world.rank, hosts.index(hosts[world.rank])
-    assert store is not None
-    wait = timedelta(seconds=world.patience_s / 2)
-
-    def await_value(key: str) -> str:
-        # A blocking wait, which locks the store for other threads: there is none yet that asks.
-        store.wait([key], wait)
-        return str(store.get(key), "ascii")
-
-    def ask_all() -> float | None:
-        for other in leaders:
-            if other == 0:
-                continue
-            offset = ""
-            with contextlib.suppress(RuntimeError, ValueError):
-                offset = repr(min(_ping(store, other, n, await_value, clock) for n in range(_NUM_PINGS))[1])
-            store.set(_offset(other), offset)
-        return 0.0
-
-    def answer() -> float | None:
-        with contextlib.suppress(RuntimeError):
-            for number in range(_NUM_PINGS if leader == rank else 0):
-                await_value(_ping_key(leader, number))
-                store.set(_pong_key(leader, number), repr(clock()))
-            offset = await_value(_offset(leader)) if leader else "0.0"
-            return float(offset) if offset else None
-        return None
-
-    return world.rendezvous.ask("comparing clocks", world.patience_s, ask_all if rank == 0 else answer)
-
-
-def _ping(
-    store: Any, other: int, number: int, await_value: Callable[[str], str], clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Returns the round trip to another rank, and the offset of its clock from this one, in seconds."""
-    began = clock()
-    store.set(_ping_key(other, number), "")
-    there = float(await_value(_pong_key(other, number)))
-    ended = clock()
-    return ended - began, (began + ended) / 2 - there
-
-
-def _ping_key(other: int, number: int) -> str:
-    return f"clocks/ping/{other}/{number}"
-
-
-def _pong_key(other: int, number: int) -> str:
-    return f"clocks/pong/{other}/{number}"
-
-
-def _offset(leader: int) -> str:
-    return f"clocks/offset/{leader}"
+        return [0.0] * world.size
+    readings: list[Column] = []
+    with world.together():
+        for _ in range(_NUM_READINGS + 1):
+            read: list[Any] = world.agree("comparing clocks", lambda: {"clock": Each([clock()])})
+            readings += read[0]["clock"]
+    times = [column.values() for column in readings[1:]]  # the first reading follows no decision
+    return [median(each[0] - each[rank] for each in times) for rank in range(world.size)]

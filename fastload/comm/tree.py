@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import json
 import select
 import socket
 import struct
@@ -13,16 +11,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
-from fastload.comm.hosts import Listener, Unreachable, connect_unix, greet, host_addresses, interface_address
+from fastload.comm.hosts import Listener, Unreachable, connect, listen
+from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
 from fastload.comm.responses import join_responses
-from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, Versions
+from fastload.comm.store import Member, Versions
 from fastload.errors import FastloadError, PeerError
 
 _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tree
@@ -30,7 +29,6 @@ _HEAD = struct.Struct("!IIII")
 _ACKNOWLEDGED = 1 << 31  # with the number of a step
 _READ_BYTES = 1 << 18
 _LONGEST_S, _SHORT_S = 1.0, 0.05
-_CONNECTING_S = 2.0
 
 Tag = tuple[int, int]
 """Number of a call, and of a step in it."""
@@ -320,83 +318,6 @@ class _TreeLink:
         self._socket.close()
 
 
-# Connecting
-
-
-def listen(machine: str, store: Any) -> tuple[Listener, str]:
-    """Listens for the ranks below; returns the listener and its address for `connect`.
-
-    Args:
-        machine: Identifier of this machine; see `hosts.machine`.
-        store: A ``torch.distributed.Store``. All ranks can reach this host on its route to the store's host.
-    """
-    listener = Listener()
-    dual = socket.has_dualstack_ipv6()
-    tcp = socket.create_server(
-        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
-    )
-    listener.listen_at(tcp)
-    address = {
-        "machine": machine,
-        "name": listener.name,
-        "secret": listener.secret,
-        "port": tcp.getsockname()[1],
-        "hosts": list(dict.fromkeys(_own_addresses(_host_of(store)))),
-    }
-    return listener, json.dumps(address)
-
-
-def connect(address: str, machine: str, rank: int, look: Callable[[], float]) -> socket.socket:
-    """Connects to the rank above and waits until it accepts this one.
-
-    Args:
-        address: Address of that rank, from `listen`.
-        machine: Identifier of this machine.
-        rank: This rank.
-        look: As for `TreeLinks.wait`.
-
-    Raises:
-        Unreachable: It does not listen there any more.
-    """
-    found = json.loads(address)
-    link = _connect(found, machine)
-    greet(link, found["secret"], rank, look)
-    return link
-
-
-def _connect(found: dict[str, Any], machine: str) -> socket.socket:
-    if found["machine"] == machine:
-        with contextlib.suppress(OSError):
-            return connect_unix(found["name"])
-    problem = "no address"
-    for host in found["hosts"]:
-        try:
-            return socket.create_connection((host, found["port"]), timeout=_CONNECTING_S)
-        except OSError as error:
-            problem = f"{host}: {error}"
-    raise Unreachable(problem)
-
-
-def _own_addresses(store: str) -> Iterator[str]:
-    """Yields addresses of this host for others, the most likely first, without name lookups."""
-    if (address := interface_address()) is not None:
-        yield address
-    with contextlib.suppress(OSError, ValueError):
-        version = ipaddress.ip_address(store).version
-        family = socket.AF_INET6 if version == 6 else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
-            any_socket.connect((store, 9))  # sends nothing
-            yield any_socket.getsockname()[0]
-    yield from host_addresses()
-
-
-def _host_of(store: Any) -> str:
-    """Returns the host of a TCPStore; empty for other stores."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))
-
-
 # Decisions
 
 _MOST_TRIES = 3
@@ -501,25 +422,6 @@ class TreeState:
             self.links.disown()
 
 
-@dataclass(frozen=True, slots=True)
-class CallTerms:
-    """What a rank knows of a call when it begins it.
-
-    Attributes:
-        name: Name of the call.
-        machine: Identifier of this machine; see `hosts.machine`.
-        grace_s: How long, after a failure, the others get to report their errors.
-        limit_s: Longest wait for the store.
-        thread: The thread that begins the call.
-    """
-
-    name: str
-    machine: str
-    grace_s: float
-    limit_s: float
-    thread: int
-
-
 class TreeRendezvous(StoreRendezvous):
     """The store namespace of one call of a group whose ranks are connected in a tree.
 
@@ -533,28 +435,29 @@ class TreeRendezvous(StoreRendezvous):
         namespace: The group's namespace in a ``torch.distributed.Store``.
         state: The group's tree.
         member: This rank.
-        terms: The call.
+        call: As in the store.
+        timeout_s: As in the store.
     """
 
-    def __init__(self, namespace: Any, state: TreeState, member: Member, terms: CallTerms) -> None:
-        super().__init__(namespace, member, versions=Versions(namespace, member))
-        self._namespace = namespace
+    def __init__(
+        self, namespace: Any, state: TreeState, member: Member, *, call: str, timeout_s: float
+    ) -> None:
+        versions = Versions(namespace, member)
+        super().__init__(namespace, member, call=call, timeout_s=timeout_s, versions=versions)
         self._state = state
-        self._terms = terms
+        self._thread = threading.get_ident()  # that begins the call
         self._number = 0  # of the call; 0 before it has one
         self._listener: Listener | None = None
         self._links: TreeLinks | None = None
-        self._was_in_tree = False  # the last decision
-        self._done: list[str] = []  # keys in the group's namespace to delete
-        self._last: list[str] = []  # keys there to delete once all ranks have acknowledged the last decision
+        self._last: list[str] = []  # keys to delete once all ranks have acknowledged the last decision
 
     @property
     def _parent(self) -> int | None:
-        return parent_of(self._member.rank)
+        return parent_of(self.member.rank)
 
     @property
     def _children(self) -> list[int]:
-        return children_of(self._member.rank, self._member.size)
+        return children_of(self.member.rank, self.member.size)
 
     def begin(self) -> None:
         """Numbers the call, and listens for the ranks below if it is the first one."""
@@ -570,56 +473,50 @@ class TreeRendezvous(StoreRendezvous):
             self._skip_decided(_JOINING)
         if self._number == 1 and self._children and self._may_connect():
             with suppress(OSError):  # those below connect while this rank is busy with its part
-                self._listen(_JOINING, self._terms.limit_s)
+                self._listen(_JOINING)
 
     def decide(self, proposal: Proposal, *, since: float | None = None) -> Decision:
         """Brings this rank's response to a step and returns the decision."""
         decision = self._decide(proposal)
         if proposal.step:
             return decision
-        while not decision.binds(self._member.rank, self._terms.name):
+        while not decision.binds(self.member.rank, self.call):
             self._skip()
             decision = self._decide(proposal)
-        if decision.num_came == self._member.size:
-            self._done += self._counter.expiring.rotate()
+        if decision.num_came == self.member.size:
+            self._add_done(self._counter.expiring.rotate())
         elif not decision.left:
             self._expire_meeting()
         return decision
 
-    def acknowledge(self, last: LastStep, keys_left: Sequence[str], *, grace_s: float) -> None:
+    def acknowledge(self, last: LastStep) -> None:
         """As in the store; but a decision along the tree reaches all without this rank or the store."""
         keys, self._last = self._last, []
-        if self._was_in_tree and self._links is not None:
-            if self._parent is None:
-                keys += self._full(["progress", "failed"] if last.failed else ["progress"])
-            self._links.acknowledge((self._number, last.step), keys)
-            self._done += self._links.take_acknowledged()
-        else:
+        if not last.in_tree or self._links is None:
             self._state.expiring.add(keys)
-            super().acknowledge(last, keys_left, grace_s=grace_s)
-            keys_left = ()
-        done, self._done = self._done, []
-        if keys_left or done:
+            super().acknowledge(last)
+            return
+        if self._parent is None:
+            keys += self._full(["progress", "failed"] if last.failed else ["progress"])
+        self._links.acknowledge((self._number, last.step), keys)
+        self._add_done(self._links.take_acknowledged())
+        if self._done:
             with suppress(FastloadError):
-                self.ask("ending the call", grace_s, lambda: self._delete_all(keys_left, done))
+                self.ask("ending the call", self.grace_s, self._delete_done)
 
-    def _delete_all(self, keys_left: Sequence[str], done: Sequence[str]) -> None:
-        self._delete(keys_left)
-        self._delete(done, self._namespace)
+    def _add_done(self, keys: Sequence[str]) -> None:
+        self._done.update(dict.fromkeys(keys))
 
-    def withdraw(
-        self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
-    ) -> None:
+    def withdraw(self, last: LastStep | None, responses: Sequence[tuple[int, str]], *, at_once: bool) -> None:
         """As in the store; the others find the tree broken, and go there."""
         self.disconnect()
         with suppress(FastloadError):
             if not self._number:
                 self._take_number()
-            self._state.expiring.add(self._last)
+            self._state.expiring.add([*self._last, *self._done])
             if responses[0][0] == 0:
                 self._skip_decided("leaving")
-            last = None if self._was_in_tree else last
-            super().withdraw(last, responses, at_once=at_once, limit_s=limit_s)
+            super().withdraw(None if last and last.in_tree else last, responses, at_once=at_once)
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:
         """As in the store."""
@@ -629,7 +526,7 @@ class TreeRendezvous(StoreRendezvous):
 
     def disconnect(self) -> None:
         """Drops the links, since the call has failed: whatever comes now is in the store."""
-        self._stop_listening(None, 0.0)
+        self._stop_listening()
         if self._links is not None:
             self._links.drop()
 
@@ -638,14 +535,15 @@ class TreeRendezvous(StoreRendezvous):
     @property
     def _counter(self) -> CallCounter:
         if self._state.counter is None:
-            find = partial(counter_in, self._namespace, self._member)
-            self._state.counter = self.ask(_JOINING, self._terms.limit_s, find)
+            find = partial(counter_in, self._namespace, self.member)
+            self._state.counter = self.ask(_JOINING, self.timeout_s, find)
         return self._state.counter
 
     def _take_number(self) -> None:
         """Gives the call the next number, in whose namespace this rank is from now on."""
         self._number = next(self._counter.numbers)
-        self._store, self._responded.step = dist.PrefixStore(str(self._number), self._namespace), -1
+        self._prefix = f"{self._number}/"
+        self._store, self._responded = dist.PrefixStore(str(self._number), self._namespace), -1
 
     def _skip(self) -> None:
         """Takes the next number, since the ranks have met under the present one without this rank."""
@@ -658,51 +556,46 @@ class TreeRendezvous(StoreRendezvous):
 
         def is_over() -> bool:
             first = self._step(0)
-            return first.is_decided() and not first.read().binds(self._member.rank, self._terms.name)
+            return first.is_decided() and not first.read().binds(self.member.rank, self.call)
 
-        while self.ask(what, self._terms.limit_s, is_over):
+        while self.ask(what, self.timeout_s, is_over):
             self._skip()
 
     def _expire_meeting(self) -> None:
         self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))
 
-    def _full(self, keys: Sequence[str]) -> list[str]:
-        """Returns keys of this call as they are called in the group's namespace."""
-        return [f"{self._number}/{key}" for key in keys]
-
     # A step
 
     def _decide(self, proposal: Proposal) -> Decision:
         """Decides along the tree, or else in the store."""
-        what, step, wait_s = proposal.what, proposal.step, proposal.wait_s
-        since, limit_s = time.monotonic(), wait_s + proposal.grace_s
+        what, step, response, wait_s, _ = proposal
+        since = time.monotonic()
         if self._versions is not None:
             self._versions.is_meeting = step == 0
-        look = self._looking(step, wait_s - min(wait_s, proposal.grace_s) / 4)
+        look = self._looking(step, wait_s - min(wait_s, self.grace_s) / 4)
         tries = step == 0 and self._links is None and self._may_connect()
         try:
             if tries:
-                self._links = self._make_tree(what, look, wait_s, limit_s)
-            self._stop_listening(None if self._links is not None else what, limit_s)
+                self._links = self._make_tree(what, look, wait_s)
+            self._stop_listening()
             if (links := self._links) is not None:
                 try:
                     decision = self._decide_in_tree(links, proposal, look)
                 except (TreeBroken, OSError, MemoryError):
                     below = links.take(self._children, (self._number, step))
-                    tables = [proposal.response, *(table for table, _ in below)]
-                    proposal = replace(proposal, response=join_responses(tables))
+                    response = join_responses([response, *(table for table, _ in below)])
+                    proposal = proposal._replace(response=response)
                     links.drop()
                 else:
                     if tries:
                         self._state.replace(links)
-                        self._done += self._state.expiring.rotate()
+                        self._add_done(self._state.expiring.rotate())
                     return decision
         except BaseException:
             self.disconnect()
             raise
         decision = super().decide(proposal, since=since)
-        self._was_in_tree = decision.in_tree
-        if tries and decision.num_succeeded == self._member.size and not decision.in_tree:
+        if tries and not decision.failed and not decision.in_tree:
             self._state.num_tries += 1  # all ranks were there, and could not connect
         return decision
 
@@ -712,20 +605,17 @@ class TreeRendezvous(StoreRendezvous):
         Raises:
             TreeBroken: The tree is broken, or a rank has not come in time.
         """
-        tag = self._number, proposal.step
+        what, step, response, wait_s, attachment = proposal
+        tag = self._number, step
         below = links.receive(self._children, tag, look)
-        table = (
-            join_responses([proposal.response, *(table for table, _ in below)])
-            if below
-            else proposal.response
-        )
-        attachment = proposal.attachment or next((more for _, more in below if more), b"")
+        table = join_responses([response, *(table for table, _ in below)]) if below else response
+        attachment = attachment or next((more for _, more in below if more), b"")
         if self._parent is None:
-            place = self._step(proposal.step)
-            text = Decision.write(proposal.wait_s, table, in_tree=True)
-            if self.ask(proposal.what, self._terms.limit_s, partial(place.settle, text)) != text:
+            place = self._step(step)
+            text = Decision.write(wait_s, table, in_tree=True)
+            if self.ask(what, self.timeout_s, partial(place.settle, text)) != text:
                 raise TreeBroken  # others have decided in the store
-            self._done += self._last
+            self._add_done(self._last)
             self._last = self._full([place.decision])
         else:
             links.send([self._parent], tag, table, attachment)
@@ -733,8 +623,7 @@ class TreeRendezvous(StoreRendezvous):
         links.send(self._children, tag, text, attachment)
         with suppress(TreeBroken):  # the ranks below notice it themselves
             links.flush(self._children, look)
-        self._was_in_tree = True
-        return Decision.from_text(text, self._member.size, attachment)
+        return Decision.from_text(text, self.member.size, attachment)
 
     def _looking(self, step: int, wait_s: float) -> Callable[[], float]:
         """Returns what a rank does repeatedly while it waits along the tree; see `TreeLinks.wait`."""
@@ -754,7 +643,7 @@ class TreeRendezvous(StoreRendezvous):
                 with suppress(PeerError):  # the tree may be intact without the store
                     is_left, is_decided = self.ask(
                         "waiting for the other ranks",
-                        left_s + self._terms.grace_s,
+                        left_s + self.grace_s,
                         partial(self._look_around, step),
                     )
                     if is_left or was_decided:  # since the last look, and the decision has not arrived
@@ -774,23 +663,21 @@ class TreeRendezvous(StoreRendezvous):
 
     def _may_connect(self) -> bool:
         """Whether this call makes a tree: the same on all ranks, as only those in order come to the next."""
-        return self._terms.thread == threading.get_ident() and self._state.num_tries < _MOST_TRIES
+        return self._thread == threading.get_ident() and self._state.num_tries < _MOST_TRIES
 
-    def _make_tree(
-        self, what: str, look: Callable[[], float], wait_s: float, limit_s: float
-    ) -> TreeLinks | None:
+    def _make_tree(self, what: str, look: Callable[[], float], wait_s: float) -> TreeLinks | None:
         """Connects to the neighbours; returns None if the ranks meet in the store instead."""
         links: dict[int, socket.socket] = {}
         try:
             if self._children:
-                self._listen(what, limit_s)
+                self._listen(what)
             if self._parent is not None:
-                address = self._find(what, f"at/{self._parent}", wait_s, limit_s)
-                links[self._parent] = connect(address, self._terms.machine, self._member.rank, look)
+                address = self._find(what, f"at/{self._parent}", wait_s)
+                links[self._parent] = connect(address, self.member.rank, look)
             if self._listener is not None:
                 for child, link in self._listener.accept(self._children, look):
                     links[child] = link
-            return TreeLinks(self._member.rank, links)
+            return TreeLinks(self.member.rank, links)
         except BaseException as error:
             for link in links.values():
                 link.close()
@@ -798,31 +685,24 @@ class TreeRendezvous(StoreRendezvous):
                 return None
             raise
 
-    def _listen(self, what: str, limit_s: float) -> None:
+    def _listen(self, what: str) -> None:
         """Listens for those below.
 
         Raises:
             OSError: The system refuses.
         """
         if self._listener is None:
-            self._listener, address = listen(self._terms.machine, self._namespace)
-            key = f"at/{self._member.rank}"
-            self.ask(what, limit_s, lambda: self._store.set(key, address))
+            self._listener, address = listen(self.member.rank, self._namespace)
+            key = f"at/{self.member.rank}"
+            self.delete_at_end([key])
+            self.ask(what, self.timeout_s, lambda: self._store.set(key, address))
 
-    def _stop_listening(self, what: str | None, limit_s: float) -> None:
-        """Stops listening, and deletes the address: now, for some step, or else as the call ends."""
-        listener, self._listener = self._listener, None
-        if listener is None:
-            return
-        listener.close()
-        key = f"at/{self._member.rank}"
-        if what is None:
-            self._done += self._full([key])
-            return
-        with suppress(FastloadError):
-            self.ask(what, limit_s, lambda: self._delete([key]))
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
-    def _find(self, what: str, key: str, wait_s: float, limit_s: float) -> str:
+    def _find(self, what: str, key: str, wait_s: float) -> str:
         """Returns the address of a rank, once it listens.
 
         Raises:
@@ -836,7 +716,7 @@ class TreeRendezvous(StoreRendezvous):
             self._wait_until(lambda: any(map(self._store.check, keys)), wait_s, listen=True)
             return self._peek(key)
 
-        address = self.ask(what, limit_s, find)
+        address = self.ask(what, wait_s + self.grace_s, find)
         if address is None:
             raise TreeBroken
         return address

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,19 +20,11 @@ import xxhash
 
 from fastload.base.threads import await_done
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.failures import (
-    Outcome,
-    grace_of,
-    kinds_of,
-    logged,
-    outcomes_of,
-    raise_failures,
-    require_left,
-    require_same_call,
-)
+from fastload.comm.failures import logged, raise_failures, require_left, require_same_call
 from fastload.comm.hosts import host_of, node
+from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
 from fastload.comm.responses import Column, Each, write_response
-from fastload.comm.store import FailureFlag, LastStep, LocalStore, Member, Proposal, StoreRendezvous
+from fastload.comm.store import FailureFlag
 from fastload.errors import to_wire
 
 if TYPE_CHECKING:
@@ -40,6 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BLOCK = 64  # decisions that are counted together
+_DELETED_AT_ONCE = 2  # decisions; deleting takes time
 _ERROR_BYTES = 2 << 20  # of all ranks together, to fit into one value of the store
 
 
@@ -52,20 +46,14 @@ class CallState:
     """The progress of one rank through the steps of a call.
 
     Attributes:
-        call: Name of the call, which the ranks compare in the first step.
         step: Number of the next step.
         last: The step before it, until its decision is acknowledged.
-        attachment: Bytes that came with the last decision; None if it was read from the store.
-        keys_left: Keys that this rank deletes at the end of the call.
         under_way: Number of the step that this rank waits in, if any.
         has_left: Whether this rank has left the call.
     """
 
-    call: str
     step: int = 0
     last: LastStep | None = None
-    attachment: bytes | None = None
-    keys_left: list[str] = field(default_factory=list)
     under_way: int | None = None
     has_left: bool = False
 
@@ -74,10 +62,17 @@ class CallState:
         step, self.step = self.step, self.step + 1
         return step
 
-    def take_last(self) -> LastStep | None:
-        """Returns the last step unless it is acknowledged, which it is from now on."""
-        last, self.last = self.last, None
-        return last
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Joins some bytes, for `split_parts`."""
+    return b"".join([json.dumps([len(part) for part in parts]).encode(), b"\n", *parts])
+
+
+def split_parts(joined: bytes) -> list[bytes]:
+    """Returns what `join_parts` has joined."""
+    lengths, _, parts = joined.partition(b"\n")
+    ends = accumulate(json.loads(lengths), initial=0)
+    return [parts[begin:end] for begin, end in pairwise(ends)]
 
 
 class World:
@@ -98,28 +93,24 @@ class World:
 
     def __init__(
         self,
+        rendezvous: StoreRendezvous,
         *,
-        rank: int,
-        size: int,
-        group: dist.ProcessGroup | None,
-        timeout_s: float,
-        rendezvous: StoreRendezvous | None = None,
+        group: dist.ProcessGroup | None = None,
         cache: ConnectionCache | None = None,
-        call: str = "",
     ) -> None:
-        self.rank = rank
-        self.size = size
+        self.rendezvous = rendezvous
+        self.rank = rendezvous.member.rank
+        self.size = rendezvous.member.size
+        self.timeout_s = rendezvous.timeout_s
         self.host = socket.gethostname()
         self.node = node(self.host)
         self.group = group
         if cache is None:
             cache = cache_of(group) if group is not None else ConnectionCache()
         self.cache = cache
-        self.timeout_s = timeout_s
-        self._state = CallState(call)
+        self._state = CallState()
         self._nodes: Column | None = None
-        self.rendezvous = rendezvous or StoreRendezvous(LocalStore(), Member(rank, size))
-        self._flag = FailureFlag(self.rendezvous, grace_s=self.grace_s, patience_s=self.patience_s)
+        self._flag = FailureFlag(rendezvous)
 
     @property
     def store(self) -> dist.Store | None:
@@ -141,12 +132,12 @@ class World:
     @property
     def grace_s(self) -> float:
         """How long, after a failure, the others get to report their errors."""
-        return grace_of(self.timeout_s)
+        return self.rendezvous.grace_s
 
     @property
     def patience_s(self) -> float:
         """Longest wait inside a step, such that wait and grace together end within `timeout_s`."""
-        return self.timeout_s - self.grace_s
+        return self.rendezvous.patience_s
 
     # Agreement
 
@@ -158,61 +149,59 @@ class World:
         *,
         wait_s: float,
         attachment: bytes = b"",
-    ) -> list[Outcome]:
-        """Collects one JSON value, or one error, from every rank; all ranks return the same list.
+    ) -> Decision:
+        """Collects one JSON value, or one error, from every rank.
 
         Args:
             what: Name of the step, for messages.
             value: Value of this rank.
             error: The error that stopped this rank, instead of a value.
-            wait_s: How long to wait for the others. The outcome of a rank that has not responded by then is a
-                `DeadlineExceeded`.
+            wait_s: How long to wait for the others.
             attachment: Bytes of this rank for all; see `share`.
         """
         state = self._state
         step = state.under_way = state.take_step()
         response = self._respond(value, error, step)
         try:
-            decision = self.rendezvous.decide(
-                Proposal(what, step, response, wait_s, self.grace_s, attachment)
-            )
+            decision = self.rendezvous.decide(Proposal(what, step, response, wait_s, attachment))
         except Exception:
             state.under_way = None
             raise
         state.under_way = None  # an interrupt from here on does not concern this step
         self._nodes = decision.nodes or self._nodes
-        state.attachment = decision.attachment
-        failed = decision.num_succeeded < self.size
         num_others = decision.num_came - (decision.response_of(self.rank) is not None)
-        state.last = LastStep(step, num_others, failed)
-        if step == 0 and not failed:
+        state.last = LastStep(step, num_others, decision.failed, decision.in_tree)
+        if step == 0 and not decision.failed:
             require_same_call(decision)
-        return outcomes_of(decision, self.rank)
+        return decision
 
-    def agree(self, what: str, work: Callable[[], T], *, attachment: Sequence[bytes] = ()) -> list[T]:
+    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
         """Does work on every rank; returns the result of each, or raises on all ranks.
 
         Args:
             what: Name of the step, for messages.
             work: Returns a JSON value; an exception it raises is raised on all ranks.
-            attachment: Holds, after the work, the bytes of this rank for all, if any; see `share`.
 
         Raises:
             FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not respond.
         """
+        return self._agree(what, work).values
+
+    def _agree(self, what: str, work: Callable[[], Any], attachment: Sequence[bytes] = ()) -> Decision:
+        """Does work on every rank, which may add bytes for all to `attachment`."""
         value, error = None, None
         try:
             value = work()
         except Exception as caught:
             error = caught
         try:
-            outcomes = self.gather(
+            decision = self.gather(
                 what, value, error, wait_s=self.patience_s, attachment=b"".join(attachment)
             )
-            self.raise_failures(what, outcomes, error)
+            self._require_success(what, decision, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
-        return [outcome.value for outcome in outcomes]
+        return decision
 
     def settle(
         self,
@@ -247,22 +236,20 @@ class World:
                 ended(error)
             # A rank that is stuck reports it after its patience, so the others wait a little longer.
             wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
-            outcomes = self.gather(what, value, error, wait_s=wait_s)
+            decision = self.gather(what, value, error, wait_s=wait_s)
             with logged():
                 met()
-            self.raise_failures(what, outcomes, error)
+            self._require_success(what, decision, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
-        return [outcome.value for outcome in outcomes]
+        return decision.values
 
-    def raise_failures(
-        self, what: str, outcomes: Sequence[Outcome], own: BaseException | None = None
-    ) -> None:
-        """Raises on every rank if an outcome is an error; see `failures.raise_failures`."""
-        if any(outcome.error is not None for outcome in kinds_of(outcomes)):
+    def _require_success(self, what: str, decision: Decision, own: BaseException | None) -> None:
+        """Raises on every rank if one has failed; see `failures.raise_failures`."""
+        if decision.failed:
             self.acknowledge()
             try:
-                raise_failures(what, outcomes, self.rank, own, hosts=self.hosts)
+                raise_failures(what, decision, self.rank, own, hosts=self.hosts)
             finally:
                 del own  # else error → traceback → frame → error would keep all their memory alive
 
@@ -272,10 +259,9 @@ class World:
         Call it when a call has ended well; one that fails does so itself. A rank that hosts the store waits
         for the others.
         """
-        state = self._state
-        keys_left, state.keys_left = state.keys_left, []
-        if (last := state.take_last()) is not None:
-            self.rendezvous.acknowledge(last, keys_left, grace_s=self.grace_s)
+        last, self._state.last = self._state.last, None
+        if last is not None:
+            self.rendezvous.acknowledge(last)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -308,9 +294,9 @@ class World:
             made.append(make())
             return len(self.rendezvous.leave(what, place, made[0], limit_s=self.patience_s))
 
-        num_keys = self.agree(what, publish, attachment=made)[source]
-        self.rendezvous.note_shared(step, place, num_keys)
-        if (data := self._state.attachment) is None:
+        decision = self._agree(what, publish, made)
+        self.rendezvous.note_shared(step, place, decision.values[source])
+        if (data := decision.attachment) is None:
             data = self.rendezvous.take(what, place, keep=True, limit_s=self.patience_s)
         return require_left(what, data, source)
 
@@ -336,13 +322,9 @@ class World:
                 require_left(what, self.take_bytes(what, place, rank, keep=True), rank)
                 for rank in sources.values()
             ]
-            return b"".join([json.dumps([len(data) for data in found]).encode(), b"\n", *found])
+            return join_parts(found)
 
-        lengths, _, joined = self.share(what, 0, join).partition(b"\n")
-        ends = list(accumulate(json.loads(lengths), initial=0))
-        found = {
-            digest: joined[begin:end] for digest, (begin, end) in zip(sources, pairwise(ends), strict=True)
-        }
+        found = dict(zip(sources, split_parts(self.share(what, 0, join)), strict=True))
         return [found[digest] for digest in digests]
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
@@ -351,8 +333,8 @@ class World:
 
     def show_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for several ranks, which `take_bytes` and `keep` them, until the end of the call."""
-        left = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
-        self._state.keys_left += left
+        keys = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        self.rendezvous.delete_at_end(keys)
 
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns the bytes that a rank has left; None if it has left none."""
@@ -360,8 +342,7 @@ class World:
 
     def tally(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share until the end of the call, and returns it."""
-        if key not in self._state.keys_left:
-            self._state.keys_left.append(key)
+        self.rendezvous.delete_at_end([key])
         return self.rendezvous.count(what, key, more, limit_s=self.patience_s)
 
     # Failures outside of an agreement
@@ -385,14 +366,13 @@ class World:
         state = self._state
         if not state.has_left:
             state.has_left = True
-            last = state.take_last()
+            last, state.last = state.last, None
             steps = [state.under_way] if state.under_way is not None else []
             steps.append(state.take_step())
             self.rendezvous.withdraw(
-                last.step if last is not None else None,
+                last,
                 [(step, self._respond(None, error, step)) for step in steps],
                 at_once=not isinstance(error, Exception),
-                limit_s=self.grace_s,
             )
 
     def await_work(self, work: Future[T], late: Callable[[], Exception | None]) -> T:
@@ -416,7 +396,7 @@ class World:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
         response = {"value": value, "error": wire}
         if step == 0:
-            response |= {"node": Each([self.node]), "call": self._state.call}
+            response |= {"node": Each([self.node]), "call": self.rendezvous.call}
         return write_response(self.rank, response)
 
 
@@ -424,50 +404,65 @@ class World:
 
 
 class Decisions:
-    """Rank 0's decisions, which the other ranks read in the same call through the rendezvous store.
+    """Rank 0's decisions, which the other ranks read in the same order through the rendezvous store.
+
+    Rank 0 deletes decisions that all ranks have read: these count them in blocks.
 
     Args:
         world: The ranks.
         name: Of the decisions, in the store.
         what: They are about, for messages.
-
-    Attributes:
-        num_made: Number of decisions so far; the same on all ranks.
     """
 
     def __init__(self, world: World, name: str, what: str) -> None:
-        self.num_made = 0
         self._world = world
         self._name = name
         self._what = what
-        self._num_forgotten = 0
+        self._num_made = 0
+        self._num_read_blocks = 0
+        self._stale: list[str] = []
 
-    def share(self, decide: Callable[[], Any], *, num_read: int) -> Any:
+    def share(self, decide: Callable[[], Any]) -> Any:
         """Returns what rank 0 decides.
 
         Args:
             decide: Called on rank 0 only; returns JSON values.
-            num_read: How many of the first decisions are known to have reached all ranks.
 
         Raises:
             PeerError: Rank 0 did not come to this call in time.
         """
-        world, key = self._world, self._key(self.num_made)
-        self.num_made += 1
+        world, number, limit_s = self._world, self._num_made, self._world.patience_s
+        self._num_made += 1
         if world.rank != 0:
-            return json.loads(
-                world.rendezvous.await_text(
-                    self._what, key, 0, wait_s=world.patience_s, grace_s=world.grace_s
-                )
+            text = world.rendezvous.await_text(
+                self._what, self._key(number), 0, wait_s=limit_s, grace_s=world.grace_s
             )
+            if self._num_made % _BLOCK == 0:
+                world.rendezvous.count(self._what, self._count_key(number // _BLOCK), 1, limit_s=limit_s)
+            return json.loads(text)
         decision = decide()
         if world.size > 1:
-            forget = [self._key(old) for old in range(self._num_forgotten, num_read)]
-            self._num_forgotten = max(self._num_forgotten, num_read)
+            if number % _BLOCK == 0:
+                self._look_for_stale(number // _BLOCK)
+            forget, self._stale = self._stale[:_DELETED_AT_ONCE], self._stale[_DELETED_AT_ONCE:]
             world.rendezvous.post(
-                self._what, key, json.dumps(decision), forget=forget, limit_s=world.patience_s
+                self._what, self._key(number), json.dumps(decision), forget=forget, limit_s=limit_s
             )
         return decision
 
+    def _look_for_stale(self, num_blocks: int) -> None:
+        """Notes the next block of decisions as stale, if all ranks have read it."""
+        world, block = self._world, self._num_read_blocks
+        if block < num_blocks:
+            counter = self._count_key(block)
+            num_ranks = world.rendezvous.count(self._what, counter, 0, limit_s=world.patience_s)
+            if num_ranks == world.size - 1:
+                self._num_read_blocks += 1
+                self._stale += map(self._key, range(block * _BLOCK, (block + 1) * _BLOCK))
+                self._stale.append(counter)
+
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}"
+
+    def _count_key(self, block: int) -> str:
+        return f"{self._name}/read/{block}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.comm.group import Launch, join_job
+from fastload.comm.launch import Launch, join_job
 from fastload.comm.traces import compare_clocks
 from fastload.comm.world import World
 from fastload.doctor.facts import Facts, look_around
@@ -84,7 +84,7 @@ class Site:
         facts: The facts of each rank.
         launcher: ``torchrun``, ``srun`` or ``none``.
         met_s: Seconds until the ranks had found each other.
-        clocks_s: Offset of rank 0's clock from that of each rank; None if unknown.
+        clocks_s: Offset of each rank's clock from rank 0's.
         rates: Rates between hosts; empty for a single host.
         opening: The result of opening the given checkpoint; None without one.
         staging_bytes: Limit of a load's memory on each rank, beyond the state.
@@ -93,7 +93,7 @@ class Site:
     facts: list[Facts]
     launcher: str
     met_s: float
-    clocks_s: list[float | None]
+    clocks_s: list[float]
     rates: list[HostRate]
     opening: Opening | None
     staging_bytes: int
@@ -127,8 +127,7 @@ def examine(launch: Launch, location: Location | None, options: LoadOptions) -> 
         facts = [Facts.from_dict(fields) for fields in found]
         machines = [one.machine for one in facts]
         rates = measure_rates(world, [one.host for one in facts], machines)
-        offset = compare_clocks(world, machines, time.time)
-        clocks_s = world.agree("comparing clocks", lambda: offset)
+        clocks_s = compare_clocks(world, machines, time.time)
     world.acknowledge()
     opening = _open(next(worlds), location, options) if location is not None else None
     return Site(facts, launch.launcher, met_s, clocks_s, rates, opening, options.staging_bytes)

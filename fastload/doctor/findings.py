@@ -10,6 +10,7 @@ from typing import Literal
 
 from fastload.doctor.examine import Site
 from fastload.doctor.facts import Facts
+from fastload.errors import some_of
 from fastload.estimate.units import count, format_bytes, format_duration, format_rate
 from fastload.storage.mounts import IN_MEMORY_TYPES, is_network
 
@@ -22,7 +23,6 @@ _MIN_FILES = 512  # open files of a process besides checkpoints and connections
 _MIN_SHM_BYTES = 1 << 30
 _MIN_LOCKED_BYTES = 1 << 30
 _HAS_TO_BE_EQUAL = ("fastload-torch", "torch")
-_MOST_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def _ranks(site: Site) -> Iterator[Finding]:
     if len(names) < num_hosts:
         yield _judged(
             "hosts",
-            f"{num_hosts} machines, or containers, have {count(len(names), 'name')}: {_some(sorted(names))}",
+            f"{num_hosts} machines, or containers, have {count(len(names), 'name')}: "
+            f"{some_of(sorted(names))}",
             note="errors and reports cannot tell them apart: give each a host name of its own; ranks in "
             "separate containers of one machine share no memory either: put them into one",
         )
@@ -112,7 +113,9 @@ def _gpus(site: Site) -> Iterator[Finding]:
         note = "if there should be: look at the driver, and at CUDA_VISIBLE_DEVICES" if expected else ""
         yield _judged("GPUs", "none", note=note)
         return
-    gpus = _by_value(site, lambda facts: f"{len(facts.gpus)} × {_some(sorted(set(facts.gpus)))}".rstrip(" ×"))
+    gpus = _by_value(
+        site, lambda facts: f"{len(facts.gpus)} × {some_of(sorted(set(facts.gpus)))}".rstrip(" ×")
+    )
     fewer = [facts for facts in _hosts(site) if 1 < len(facts[0].gpus) < len(facts)]
     problem = f"start no more ranks than GPUs on {_host_names(fewer)}" if fewer else ""
     yield _judged("GPUs", gpus, problem=problem)
@@ -154,7 +157,7 @@ def _rates(site: Site) -> Iterator[Finding]:
     slowest = min(site.rates, key=lambda rate: rate.bytes_per_s)
     middle = median(rate.bytes_per_s for rate in site.rates)
     slow = [f"{rate.source} → {rate.host}" for rate in site.rates if rate.bytes_per_s < _SLOW_LINK * middle]
-    look_at = f"look at cables, ports and interfaces of {_some(slow)}"
+    look_at = f"look at cables, ports and interfaces of {some_of(slow)}"
     yield _judged(
         "between hosts",
         f"{format_rate(middle)} over one connection while sending as much; "
@@ -183,7 +186,7 @@ def _names(site: Site) -> Iterator[Finding]:
 def _clocks(site: Site) -> Iterator[Finding]:
     if len(_hosts(site)) == 1:
         return
-    far, rank = max((abs(offset), rank) for rank, offset in enumerate(site.clocks_s) if offset is not None)
+    far, rank = max((abs(offset), rank) for rank, offset in enumerate(site.clocks_s))
     found, problem = f"at most {format_duration(far)} from that of rank 0", ""
     if far > _FAR_CLOCK_S:
         found += f", on {site.facts[rank].host}"
@@ -354,17 +357,11 @@ def _rank_names(site: Site, ranks: Sequence[int]) -> str:
     where = f" ({names.pop()})" if len(names) == 1 else ""
     if len(ranks) == 1:
         return f"rank {ranks[0]}{where}"
-    return f"{len(ranks)} ranks{where}: {_some([str(rank) for rank in ranks])}"
+    return f"{len(ranks)} ranks{where}: {some_of([str(rank) for rank in ranks])}"
 
 
 def _host_names(hosts: Sequence[Sequence[Facts]]) -> str:
-    return _some([facts[0].host for facts in hosts])
-
-
-def _some(names: Sequence[str]) -> str:
-    """Writes the first few of some names."""
-    shown = ", ".join(names[:_MOST_SHOWN])
-    return f"{shown} and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else shown
+    return some_of([facts[0].host for facts in hosts])
 
 
 def _limit(number: int, text: str) -> str:

@@ -9,31 +9,6 @@ from statistics import median
 from fastload.errors import OptionError
 from fastload.estimate.units import format_duration, require_not_negative, require_positive, require_whole
 
-__all__ = [
-    "DEFAULT_BEYOND_MEMORY",
-    "DEFAULT_BUDGET",
-    "DEFAULT_FAILURES_PER_HOST_S",
-    "DEFAULT_RESTART_S",
-    "AdaptiveInterval",
-    "MeasuredSave",
-    "Recommendation",
-    "Tier",
-    "Tiers",
-    "budget_interval_s",
-    "checkfreq_steps",
-    "daly_s",
-    "ettr",
-    "ettr_peak_s",
-    "job_mtbf_s",
-    "loss_probability",
-    "mtbf_by_tier",
-    "pccheck_steps",
-    "recommend",
-    "recommend_tiers",
-    "recoverable_probability",
-    "young_s",
-]
-
 # Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025:
 # 6.50 failures in 1000 node-days of 8 GPUs, 5 minutes to restart.
 DEFAULT_FAILURES_PER_HOST_S = 6.5 / 1000 / 86400

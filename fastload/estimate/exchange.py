@@ -6,15 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from fastload.estimate.cluster import Cluster
 from fastload.transfer.messages import choose_base, dims_of, most_hops, num_targets
 from fastload.transfer.plan import TransferPlan
-
-if TYPE_CHECKING:
-    from fastload.estimate.simulate import Cluster
 
 _SLICE_BYTES = 512 << 10  # slice of a chunk that NCCL passes on: NCCL_BUFFSIZE, 4 MiB, in 8 steps
 

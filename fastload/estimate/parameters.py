@@ -14,8 +14,6 @@ from fastload.estimate.units import require_whole
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import OWN_PREFIX, children, leaves
 
-__all__ = ["Parameters", "of_checkpoint", "of_config", "of_shape"]
-
 _MOST = 10**9  # no size in a config is larger
 _FLOATS = ("F", "BF", "C")  # first letters of the safetensors dtypes of parameters
 # Names of the state that optimizers of torch and Megatron have for each parameter.

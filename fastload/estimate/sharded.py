@@ -17,13 +17,16 @@ ranks request of a sharing group are assumed to be spread evenly over it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from fastload.estimate.cluster import Cluster
 from fastload.estimate.parallel import Model, Parallel, requests_of
 from fastload.estimate.simulate import (
     CORES,
@@ -34,7 +37,6 @@ from fastload.estimate.simulate import (
     SHARE,
     STORAGE,
     WAY,
-    Cluster,
     Prediction,
     RankRounds,
     Stages,
@@ -89,35 +91,31 @@ def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[RoundTraffic]:
         ranks_per_host: Ranks on each host; those of a host are consecutive.
     """
     grid = _Grid.of(plan)
-    read = grid.series()
+    read = np.zeros(grid.num_columns)
     for share in plan.shares:
-        read.add(grid.span(share), share.end - share.begin)
+        grid.span(share).add(read, share.end - share.begin)
     hosts = list(_hosts(plan, ranks_per_host))
     traffic = _traffic(plan, grid, [rank for ranks in hosts for rank in ranks], ranks_per_host)
-    most = [[0.0] * grid.num_columns for _ in range(7)]
+    most = np.zeros((7, grid.num_columns))
     for ranks in hosts:
-        values = _host_values([traffic[rank] for rank in ranks])
-        most = [_each(max, both) for both in zip(most, values, strict=True)]
-    return [
-        RoundTraffic(grid.num_rounds, *values)
-        for values in zip(read.totals(), *most, *_ways(plan, grid, ranks_per_host), strict=True)
-    ]
+        most = np.maximum(most, _host_values([traffic[rank] for rank in ranks]))
+    ways, hops = _ways(plan, grid, ranks_per_host)
+    columns = np.stack([read, *most, ways, hops], axis=1)
+    return [RoundTraffic(grid.num_rounds, *values) for values in columns.tolist()]
 
 
-def _host_values(ranks: Sequence[_Traffic]) -> list[list[float]]:
+def _host_values(ranks: Sequence[_Traffic]) -> _Series:
     """Returns the fields of `RoundTraffic` from `host_read` to `rank_messages`, for one host."""
-    of = {kind: [traffic[kind].totals() for traffic in ranks] for kind in _KINDS}
-    return [
-        _each(sum, of["read"]),
-        _each(sum, [*of["read"], *of["received"]]),
-        _each(sum, of["sent"]),
-        _each(max, [*of["received"], *of["sent"]]),
-        *(_each(max, of[kind]) for kind in ("packed", "placed", "messages")),
-    ]
-
-
-def _each(combine: Callable[[Iterable[float]], float], series: Sequence[list[float]]) -> list[float]:
-    return [combine(values) for values in zip(*series, strict=True)]
+    of = {kind: np.stack([traffic[kind] for traffic in ranks]) for kind in _KINDS}
+    return np.stack(
+        [
+            of["read"].sum(0),
+            (of["read"] + of["received"]).sum(0),
+            of["sent"].sum(0),
+            np.maximum(of["received"], of["sent"]).max(0),
+            *(of[kind].max(0) for kind in ("packed", "placed", "messages")),
+        ]
+    )
 
 
 def _hosts(plan: RoutedPlan, ranks_per_host: int) -> Iterator[range]:
@@ -133,14 +131,19 @@ def _hosts(plan: RoutedPlan, ranks_per_host: int) -> Iterator[range]:
             yield ranks
 
 
-class _Span(NamedTuple):
-    """The columns in which a share is read, and its fractions in the first, the last, and each other one."""
+_Series = np.ndarray[Any, np.dtype[np.float64]]
+_Traffic = dict[str, _Series]
+"""Traffic of one rank in each column, by kind; see `_KINDS`."""
 
-    first: int
-    last: int
-    head: float
-    tail: float
-    each: float
+
+class _Span(NamedTuple):
+    """The columns in which a share is read, and its fraction in each."""
+
+    columns: slice
+    fractions: _Series
+
+    def add(self, series: _Series, amount: float) -> None:
+        series[self.columns] += amount * self.fractions
 
 
 @dataclass(frozen=True)
@@ -164,42 +167,16 @@ class _Grid:
 
     def span(self, share: Share) -> _Span:
         width = self.num_rounds * self.chunk_bytes
-        begin, length = share.start / width, (share.end - share.begin) / width
-        end = begin + length
-        last = min(max(int(begin), -int(-end // 1) - 1), self.num_columns - 1)
-        first = min(int(begin), last)
-        if first == last:
-            return _Span(first, last, 1.0, 0.0, 0.0)
-        return _Span(first, last, (first + 1 - begin) / length, (end - last) / length, 1 / length)
-
-    def series(self) -> _Series:
-        return _Series([0.0] * self.num_columns, [0.0] * (self.num_columns + 1))
-
-
-class _Series(NamedTuple):
-    """Traffic by column, as single values and as steps that change all later columns."""
-
-    at: list[float]
-    steps: list[float]
-
-    def add(self, span: _Span, amount: float) -> None:
-        self.at[span.first] += amount * span.head
-        if span.last > span.first:
-            self.at[span.last] += amount * span.tail
-            self.steps[span.first + 1] += amount * span.each
-            self.steps[span.last] -= amount * span.each
-
-    def totals(self) -> list[float]:
-        return [single + level for single, level in zip(self.at, accumulate(self.steps), strict=False)]
-
-
-_Traffic = dict[str, _Series]
-"""Bytes of one rank by kind: read, received from other hosts, sent to them, packed, placed."""
+        begin, end = share.start / width, (share.start + share.end - share.begin) / width
+        first = min(int(begin), self.num_columns - 1)
+        last = min(max(math.ceil(end), first + 1), self.num_columns)
+        edges = np.array([begin, *range(first + 1, last), end])
+        return _Span(slice(first, last), np.diff(edges) / (end - begin))
 
 
 def _traffic(plan: RoutedPlan, grid: _Grid, ranks: Sequence[int], ranks_per_host: int) -> dict[int, _Traffic]:
     """Returns the traffic of some ranks."""
-    traffic = {rank: {kind: grid.series() for kind in _KINDS} for rank in ranks}
+    traffic = {rank: {kind: np.zeros(grid.num_columns) for kind in _KINDS} for rank in ranks}
     shares = defaultdict(list)
     for share in plan.shares:
         shares[share.group].append((share, grid.span(share)))
@@ -259,15 +236,15 @@ def _receive(
     A message enters a host once: its members receive in turn, and share memory.
     """
     nbytes = part * (share.end - share.begin)
-    traffic["placed"].add(span, nbytes)
+    span.add(traffic["placed"], nbytes)
     host, reader_host = rank // members.ranks_per_host, share.reader // members.ranks_per_host
     if host == reader_host:
         return
     num_turns = members.hosts[host]
-    traffic["received"].add(span, nbytes / num_turns)
-    traffic["messages"].add(span, _num_chunks(share, grid) / num_turns)
+    span.add(traffic["received"], nbytes / num_turns)
+    span.add(traffic["messages"], _num_chunks(share, grid) / num_turns)
     if not members.is_last(host, reader_host):
-        traffic["sent"].add(span, nbytes / num_turns)
+        span.add(traffic["sent"], nbytes / num_turns)
 
 
 def _send(
@@ -275,39 +252,38 @@ def _send(
 ) -> None:
     """Adds the bytes that a rank reads, packs, and sends to the first host of each group."""
     length = share.end - share.begin
-    traffic["read"].add(span, length)
+    span.add(traffic["read"], length)
     for members, part in parts:
         if part < 1:
-            traffic["packed"].add(span, part * length)
+            span.add(traffic["packed"], part * length)
             if share.reader in members.ranks:
-                traffic["placed"].add(span, part * length)
+                span.add(traffic["placed"], part * length)
         if members.hosts.keys() - {share.reader // members.ranks_per_host}:
-            traffic["sent"].add(span, part * length)
-            traffic["messages"].add(span, _num_chunks(share, grid))
+            span.add(traffic["sent"], part * length)
+            span.add(traffic["messages"], _num_chunks(share, grid))
 
 
 def _num_chunks(share: Share, grid: _Grid) -> float:
     return max(1.0, (share.end - share.begin) / grid.chunk_bytes)
 
 
-def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[list[float], list[float]]:
+def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[_Series, _Series]:
     """Returns `way` and `num_hops` of each column: the longest over the sharing groups read in it."""
-    ways, hops = ([0.0] * grid.num_columns for _ in range(2))
-    spans: dict[int, list[float]] = {}
+    ways, hops = np.zeros((2, grid.num_columns))
+    spans: dict[int, tuple[int, int, int]] = {}
     for share in plan.shares:
-        span = grid.span(share)
-        first, last, length = spans.get(share.group, (span.first, span.last, 0))
-        nbytes = max(length, min(share.end - share.begin, plan.chunk_bytes))
-        spans[share.group] = [min(first, span.first), max(last, span.last), nbytes]
+        columns = grid.span(share).columns
+        first, last, nbytes = spans.get(share.group, (columns.start, columns.stop, 0))
+        nbytes = max(nbytes, min(share.end - share.begin, plan.chunk_bytes))
+        spans[share.group] = min(first, columns.start), max(last, columns.stop), nbytes
     for group, (first, last, nbytes) in spans.items():
         wanted = plan.sharing.wanted_bytes[group]
         num_hosts = {each: len({rank // ranks_per_host for rank in each}) for each in wanted}
         far = max((num_hosts[each] - 1) * wanted[each] / plan.sharing.nbytes[group] for each in wanted)
         most = max(num_hosts.values())
         most = most_hops(most, choose_base(most)) + (max(map(len, wanted)) > most)
-        for column in range(int(first), int(last) + 1):
-            ways[column] = max(ways[column], far * nbytes * grid.num_rounds)
-            hops[column] = max(hops[column], most * grid.num_rounds)
+        for series, value in ((ways, far * nbytes), (hops, most)):
+            series[first:last] = np.maximum(series[first:last], value * grid.num_rounds)
     return ways, hops
 
 

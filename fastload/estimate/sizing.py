@@ -8,18 +8,6 @@ from dataclasses import dataclass
 from fastload.errors import OptionError
 from fastload.estimate.units import require_not_negative, require_positive, require_whole
 
-__all__ = [
-    "DEFAULT_RECIPE",
-    "RECIPES",
-    "Recipe",
-    "Topology",
-    "Transfer",
-    "checkpoint_bytes",
-    "overhead",
-    "topology",
-    "transfers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

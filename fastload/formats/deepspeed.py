@@ -25,13 +25,12 @@ from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES
-from fastload.formats.manifest import Manifest, Piece, TensorEntry, in_order
+from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import ZERO_FILE
-from fastload.formats.parts import join_pieces
+from fastload.formats.parts import join_manifests, join_pieces, numbered
 from fastload.formats.reading import stat_all
 from fastload.formats.state import children, leaf_of, leaves
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import join_manifests, moved
 from fastload.formats.torch_save.unpickle import sizes_of
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import decode_value, encode_value
@@ -43,6 +42,10 @@ _STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _LEFT_OUT = frozenset(
     {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "optimizer"}
 )
+
+
+Vectors = list[list[TensorEntry]]
+"""The flat vectors of each rank, one for each group."""
 
 
 class Slice(NamedTuple):
@@ -148,7 +151,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
 
     parts = in_threads(read, names)
     files = {
-        places[name]: replace(part, tensors=tuple(moved(entry, number) for entry in part.tensors))
+        places[name]: numbered(part, number)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
     try:
@@ -157,7 +160,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         raise (
             error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
         ) from None
-    return join_manifests(storage.url, parts, in_order(tensors), {"dict": nodes}, format="deepspeed")
+    return join_manifests(storage.url, parts, tensors, {"dict": nodes}, format="deepspeed")
 
 
 def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -192,7 +195,6 @@ class _Reader:
         self._files = files
         self._budget = budget
         self._model = files["model", 0]
-        self._num_ranks = sum(kind == "optim" for kind, _ in files)
         self._tensors: dict[str, TensorEntry] = {}
 
     def read(self) -> tuple[Iterable[TensorEntry], list[Any]]:
@@ -206,12 +208,14 @@ class _Reader:
         stage = self._stage()
         left_out = _LEFT_OUT if stage else ()
         kept = {key: node for key, node in state.items() if key not in left_out}
-        zero = None
         if shapes is None and stage == 3:
             raise ValueError("it has no param_shapes, without which the partitions of stage 3 have no shapes")
+        zero = None
         if stage and shapes is not None:
-            zero = self._zero(stage, shapes)
-            kept["module"] = self._module(zero, state.get("module"))
+            key = _STAGE_3 if stage == 3 else _STAGE_2
+            masters = self._vectors("optim", ["optimizer_state_dict", key])
+            zero = self._zero(stage, shapes, masters)
+            kept["module"] = self._module(zero, masters, state.get("module"))
         for saved in leaves({"dict": [each for pair in kept.items() for each in pair]}):
             if saved.stored not in self._tensors:
                 self._tensors[saved.stored] = self._entry(("model", 0), saved.stored)
@@ -222,7 +226,7 @@ class _Reader:
 
     def _stage(self) -> int:
         """Returns 3, 2 for stages 1 and 2, and 0 without partitions."""
-        if not self._num_ranks:
+        if ("optim", 0) not in self._files:
             return 0
         found = _at(self._files["optim", 0].structure, "optimizer_state_dict")
         keys = _children(found, "optimizer_state_dict")
@@ -239,17 +243,14 @@ class _Reader:
             {_text(name): _sizes(size) for name, size in _children(group, key).items()} for group in groups
         ]
 
-    def _zero(self, stage: int, shapes: list[dict[str, tuple[int, ...]]]) -> Zero:
-        numels = []
-        for rank in range(self._num_ranks):
-            masters = self._masters(stage, rank)
-            numels.append([self._flat(("optim", rank), name).shape[0] for name in masters])
-        if stage == 2 and any(len(each) != len(shapes) for each in numels):
-            raise ValueError(
-                f"{show([*map(len, numels)])} groups on the ranks, and the shapes of {len(shapes)}"
-            )
+    def _zero(self, stage: int, shapes: list[dict[str, tuple[int, ...]]], masters: Vectors) -> Zero:
+        numels = _numels(masters)
         paddings = []
         if stage == 2:
+            if any(len(each) != len(shapes) for each in numels):
+                raise ValueError(
+                    f"{show([*map(len, numels)])} groups on the ranks, and the shapes of {len(shapes)}"
+                )
             found = _at(self._files["optim", 0].structure, "optimizer_state_dict", "param_alignment_paddings")
             paddings = found if type(found) is list else []
             fits = [len(each) for each in paddings if type(each) is list and all(map(is_size, each))]
@@ -257,18 +258,9 @@ class _Reader:
                 raise ValueError(f"param_alignment_paddings are {show(paddings)}")
         return Zero(stage, shapes, paddings, numels)
 
-    def _masters(self, stage: int, rank: int) -> list[str]:
-        """Returns the names of the flat fp32 weights of a rank."""
-        key = _STAGE_3 if stage == 3 else _STAGE_2
-        nodes = _at(self._files["optim", rank].structure, "optimizer_state_dict", key)
-        if type(nodes) is not list:
-            raise ValueError(f"rank {rank} has {show(nodes)} in place of {key}")
-        return [_stored(node, f"optimizer_state_dict.{key}.{number}") for number, node in enumerate(nodes)]
-
-    def _module(self, zero: Zero, module: Any) -> Any:
+    def _module(self, zero: Zero, masters: Vectors, module: Any) -> Any:
         """Adds the weights; returns the node of the module."""
         own = _children(module, "module")
-        masters = [self._masters(zero.stage, rank) for rank in range(self._num_ranks)]
         for name, shape, slices in zero.slices():
             self._join(f"module.{name}", shape, slices, masters)
             own[name] = {}
@@ -291,38 +283,37 @@ class _Reader:
 
     def _add_frozen(self, own: dict[Any, Any]) -> None:
         shapes = self._shapes("frozen_param_shapes") or []
-        num_ranks = sum(kind == "model" for kind, _ in self._files)
-        for name, shape in chain.from_iterable(group.items() for group in shapes):
-            key = f"frozen_param_fragments.{name}"
-            found = []
-            for rank in range(num_ranks):
-                node = _at(self._files["model", rank].structure, "frozen_param_fragments", name)
-                found.append([_stored(node, key)])
-            numels = [[self._flat(("model", rank), names[0]).shape[0]] for rank, names in enumerate(found)]
-            for _, _, slices in Zero(3, [{name: shape}], [], numels).slices():
-                self._join(f"module.{name}", shape, slices, found, kind="model")
+        frozen = list(chain.from_iterable(group.items() for group in shapes))
+        keys = [(name,) for name, _ in frozen]
+        found = self._vectors("model", ["frozen_param_fragments"], keys) if frozen else []
+        for number, (name, shape) in enumerate(frozen):
+            parts = [[of_rank[number]] for of_rank in found]
+            for _, _, slices in Zero(3, [{name: shape}], [], _numels(parts)).slices():
+                self._join(f"module.{name}", shape, slices, parts)
             own[name] = {}
 
     def _optimizer(self, zero: Zero) -> Any:
         """Adds the optimizer's state of each parameter; returns the node of the optimizer."""
-        key = "optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state"
-        prefix = f"optimizer_state_dict.{key}"
-        found = _at(self._files["optim", 0].structure, "optimizer_state_dict", key)
-        groups = _at(found, "state") if type(found) is dict else found
-        if groups is None:
+        path = ["optimizer_state_dict"]
+        path.append("optimizer_state_dict" if zero.stage == 3 else "base_optimizer_state")
+        found = _at(self._files["optim", 0].structure, *path)
+        if type(found) is dict:
+            path.append("state")
+            found = _at(found, "state")
+        if found is None:
             return None
-        prefix += ".state" if type(found) is dict else ""
-        names: dict[tuple[int, str], list[list[str]]] = {}  # of each state of a group: those of each rank
-        kinds: dict[int, dict[str, Any]] = {}
-        for group, node in _children(groups, prefix).items():
-            for kind, value in _children(node, prefix).items():
-                kinds.setdefault(group, {})[_text(kind)] = value
+        prefix = ".".join(path)
+        kinds = {
+            group: {_text(kind): value for kind, value in _children(node, prefix).items()}
+            for group, node in _children(found, prefix).items()
+        }
+        vectors: dict[str, Vectors] = {}  # of each kind of state
         nodes: list[Any] = []
         for name, shape, slices in zero.slices():
             group = self._group_of(zero, name, slices)
             own: list[Any] = []
             for kind, value in kinds.get(group, {}).items():
-                full, place = f"optimizer.state.{name}.{kind}", f"{prefix}.{group}.{kind}"
+                place = f"{prefix}.{group}.{kind}"
                 saved = leaf_of(value, place)
                 if saved is None:
                     own += (kind, value)
@@ -332,43 +323,24 @@ class _Reader:
                     self._tensors.setdefault(place, replace(entry, name=place))
                     own += (kind, {"tensor": [place]})
                     continue
-                ranks = names.setdefault((group, kind), self._of_ranks(zero, prefix, kind))
-                self._join(full, shape, slices, ranks)
+                if kind not in vectors:
+                    keys = [(number, kind) for number in range(len(zero.numels[0]))]
+                    vectors[kind] = self._vectors("optim", path, keys)
+                self._join(f"optimizer.state.{name}.{kind}", shape, slices, vectors[kind])
                 own += (kind, {})
             nodes += (encode_value(name), {"dict": own})
         return {"dict": ["state", {"dict": nodes}]}
-
-    def _of_ranks(self, zero: Zero, prefix: str, kind: str) -> list[list[str]]:
-        """Returns the names of a state, of each rank for each group."""
-        path = prefix.split(".")
-        found = []
-        for rank in range(self._num_ranks):
-            groups = _children(_at(self._files["optim", rank].structure, *path), prefix)
-            found.append(
-                [
-                    _stored(_at(groups.get(group), kind), f"{prefix}.{group}.{kind}")
-                    for group in range(len(zero.numels[0]))
-                ]
-            )
-        return found
 
     def _group_of(self, zero: Zero, name: str, slices: Sequence[Slice]) -> int:
         if slices:
             return slices[0].group
         return next(number for number, shapes in enumerate(zero.shapes) if name in shapes)
 
-    def _join(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        slices: Sequence[Slice],
-        stored: Sequence[Sequence[str]],
-        kind: str = "optim",
-    ) -> None:
-        """Adds a tensor, given its slices and the names of the flat tensors of each rank."""
+    def _join(self, name: str, shape: tuple[int, ...], slices: Sequence[Slice], vectors: Vectors) -> None:
+        """Adds a tensor, given its slices of flat vectors."""
         pieces, dtype = [], "F32"
         for one in slices:
-            entry = self._flat((kind, one.rank), stored[one.rank][one.group])
+            entry = vectors[one.rank][one.group]
             itemsize, dtype = DTYPES[entry.dtype][0] // 8, entry.dtype
             if one.offset + one.numel > entry.shape[0]:
                 raise ValueError(
@@ -384,26 +356,40 @@ class _Reader:
             raise ValueError(f"two tensors are called {show(name)}")
         self._tensors[name] = join_pieces(name, dtype, shape, pieces)
 
+    def _vectors(
+        self, kind: str, path: Sequence[str], keys: Sequence[tuple[Any, ...]] | None = None
+    ) -> Vectors:
+        """Returns the flat tensors in a part of the state of each rank: those under some keys, or all."""
+        prefix = ".".join(path)
+        found: Vectors = []
+        while (place := (kind, len(found))) in self._files:
+            if (nodes := children(part := _at(self._files[place].structure, *path))) is None:
+                raise ValueError(f"rank {place[1]} has {show(part)} in place of {prefix}")
+            of_rank = []
+            for first, *others in [(key,) for key in nodes] if keys is None else keys:
+                node, name = (
+                    _at(nodes.get(first, (None, None))[1], *others),
+                    ".".join(map(str, (prefix, first, *others))),
+                )
+                if (saved := leaf_of(node, name)) is None:
+                    raise ValueError(f"{show(name)} is no tensor but {show(node)}")
+                entry = self._entry(place, saved.stored)
+                if len(entry.shape) != 1 or entry.pieces:
+                    what = f"the shape {list(entry.shape)}: it is not flat"
+                    raise ValueError(f"{show(saved.stored)} of rank {place[1]} has {what}")
+                of_rank.append(entry)
+            found.append(of_rank)
+        return found
+
     def _entry(self, place: tuple[str, int], stored: str) -> TensorEntry:
         entry = self._files[place].by_name.get(stored)
         if entry is None:
             raise ValueError(f"{show(stored)} of rank {place[1]} is no tensor that can be loaded")
         return entry
 
-    def _flat(self, place: tuple[str, int], stored: str) -> TensorEntry:
-        entry = self._entry(place, stored)
-        if len(entry.shape) != 1 or entry.pieces:
-            raise ValueError(
-                f"{show(stored)} of rank {place[1]} has the shape {list(entry.shape)}: it is not flat"
-            )
-        return entry
 
-
-def _stored(node: Any, name: str) -> str:
-    saved = leaf_of(node, name)
-    if saved is None:
-        raise ValueError(f"{show(name)} is no tensor but {show(node)}")
-    return saved.stored
+def _numels(vectors: Vectors) -> list[list[int]]:
+    return [[entry.shape[0] for entry in of_rank] for of_rank in vectors]
 
 
 def _children(node: Any, what: str) -> dict[Any, Any]:

@@ -14,11 +14,10 @@ The commit record names the base, and has the checksums of the result.
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,14 @@ from torch import Tensor
 
 from fastload.errors import CheckpointNotFound, ChecksumError, IncompleteCheckpoint, ManifestError
 from fastload.formats.dtypes import DTYPES
-from fastload.formats.manifest import CHECKSUM_BYTES, FileEntry, Manifest, TensorEntry, in_order
+from fastload.formats.manifest import (
+    CHECKSUM_BYTES,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    blocks_of_files,
+    in_order,
+)
 from fastload.formats.names import OWN_STEM, SUFFIX
 from fastload.formats.open import read_manifest
 from fastload.formats.record import checksum, record_digest
@@ -38,7 +44,7 @@ from fastload.storage import FileStat, Location, PatientStorage, locate
 
 try:
     import numpy
-except ImportError:  # saves take twice as long then
+except ImportError:  # saves take several times as long then
     numpy = None  # type: ignore[assignment]
 
 Connect = Callable[[Location], PatientStorage]
@@ -50,7 +56,6 @@ PIECE_BYTES = 4 << 20 if numpy is not None else 256 << 10
 """Bytes to compare at once. Torch splits longer operations over threads, which wait for each other."""
 _INDEX_BYTES = 2
 _COUNT_BYTES = 4
-_WORD_BYTES = 8
 _CACHE_BYTES = 8 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -120,17 +125,21 @@ def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChange
 
     Args:
         new: The bytes of the segments; flat uint8.
-        old: Those of the base; overwritten.
+        old: Those of the base.
         itemsize: Length of an element in bytes.
         segment: Elements of a segment.
     """
     array: Any = numpy or torch
-    elements: Any = new.view(_BITS[itemsize])
-    changed = _changed(elements, old.view(_BITS[itemsize]))
-    if not len(changed):
-        return None
+    elements: Any
+    changed: Any
+    elements, before = new.view(_BITS[itemsize]), old.view(_BITS[itemsize])
     if numpy is not None:
         elements = elements.numpy()
+        changed = numpy.flatnonzero(elements != before.numpy())
+    else:
+        changed = torch.nonzero(elements != before).flatten()
+    if not len(changed):
+        return None
     bounds = array.arange(num_blocks(len(elements), segment) + 1) * segment
     counts = array.diff(array.searchsorted(changed, bounds))
     lengths = (len(elements) - bounds[:-1]).clip(max=segment)
@@ -150,25 +159,6 @@ def encode(new: Tensor, old: Tensor, itemsize: int, segment: int) -> PieceChange
         torch.as_tensor(indices).to(torch.int16),
         torch.as_tensor(values),
     )
-
-
-def _changed(new: Tensor, old: Tensor) -> Any:
-    """Returns the numbers of the elements that differ, ascending; as an array if there is NumPy."""
-    if numpy is not None:
-        return numpy.flatnonzero(new.numpy() != old.numpy())
-    bits = _log2(_WORD_BYTES // new.itemsize)
-    words_end = len(new) >> bits << bits
-    differing = old[:words_end].view(torch.int64).bitwise_xor_(new[:words_end].view(torch.int64))
-    words = torch.nonzero(differing).flatten()
-    # `gather` takes two thirds of the time of an index in brackets.
-    within = torch.nonzero(differing.gather(0, words).view(new.dtype)).flatten()
-    changed = (words.gather(0, within >> bits) << bits) + (within & ((1 << bits) - 1))
-    rest = torch.nonzero(new[words_end:] != old[words_end:]).flatten() + words_end
-    return torch.cat([changed, rest])
-
-
-def _log2(power: int) -> int:
-    return power.bit_length() - 1
 
 
 def decode(counts: Tensor, indices: Tensor, lengths: Tensor, segment: int) -> Tensor:
@@ -192,12 +182,6 @@ def decode(counts: Tensor, indices: Tensor, lengths: Tensor, segment: int) -> Te
     firsts = starts[dense] - (torch.cumsum(sizes, 0) - sizes)
     positions[is_dense] = torch.repeat_interleave(firsts, sizes) + torch.arange(int(sizes.sum()))
     return positions
-
-
-def _lengths(num_elements: int, segment: int, first: int, end: int) -> Tensor:
-    """Returns the number of elements of some segments of a tensor."""
-    starts = torch.arange(first, end) * segment
-    return (num_elements - starts).clamp(max=segment)
 
 
 class Changes(NamedTuple):
@@ -247,7 +231,7 @@ class SegmentTable(NamedTuple):
         """
         segment = segment_elements(block_bytes, changes.itemsize)
         num_elements = changes.tensor.nbytes // changes.itemsize
-        lengths = _lengths(num_elements, segment, 0, len(counts))
+        lengths = (num_elements - torch.arange(len(counts)) * segment).clamp(max=segment)
         counts = counts.to(torch.int64)
         num_indices = torch.where(counts == lengths, 0, counts)
         zero = torch.zeros(1, dtype=torch.int64)
@@ -372,10 +356,7 @@ def result_of(base: Manifest, stored: Manifest) -> Manifest:
             f"{stored.url}: its result has files {show(sorted(delta.checksums))}, "
             f"those of its base are {show(sorted(made))}"
         )
-    wanted = dict.fromkeys(made.values(), 0)
-    for entry in base.tensors:
-        if entry.file in wanted:
-            wanted[entry.file] += num_blocks(entry.nbytes, stored.block_bytes)
+    wanted = blocks_of_files(base, stored.block_bytes)
     files: list[FileEntry] = []
     numbers: dict[int, int] = {}
     for name, number in made.items():
@@ -511,10 +492,10 @@ class ChangesReader:
         self._storage = storage
         self._manifest = manifest
         self._changes = changes
-        self._lock = threading.Lock()
         self._tables: dict[str, SegmentTable] = {}
-        self._cache: OrderedDict[tuple[int, int], bytearray] = OrderedDict()
-        self._cached_bytes = 0
+        self._block = lru_cache(_CACHE_BYTES // manifest.block_bytes + 1)(
+            partial(_read_block, storage, manifest)
+        )
 
     def apply(self, name: str, begin: int, end: int, data: memoryview) -> None:
         """Replaces the changed elements in a byte range of a tensor of the base.
@@ -569,33 +550,20 @@ class ChangesReader:
             data[lower - begin : upper - begin] = block[lower - start : upper - start]
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
-    def _block(self, entry: TensorEntry, start: int) -> bytearray:
-        key = entry.file, entry.offset + start
-        with self._lock:
-            if (known := self._cache.get(key)) is not None:
-                self._cache.move_to_end(key)
-                return known
-        block = self._read_block(entry, start)
-        with self._lock:
-            if key not in self._cache:
-                self._cache[key] = block
-                self._cached_bytes += len(block)
-            while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
-                self._cached_bytes -= len(self._cache.popitem(last=False)[1])
-        return block
 
-    def _read_block(self, entry: TensorEntry, start: int) -> bytearray:
-        file = self._manifest.files[entry.file]
-        found = self._manifest.blocks.at(entry.file, entry.offset + start)
-        assert found is not None
-        _, expected = self._manifest.recorded(found)
-        data = bytearray(found.nbytes)
-        for _ in range(2):  # again, in case it was damaged on the way
-            self._storage.read_into(file.name, found.offset, [memoryview(data)], file.version)
-            if checksum(memoryview(data)) == expected:
-                return data
-        text = self._manifest.describe_damage(found, entry.name, checksum(memoryview(data)))
-        raise ChecksumError(f"damaged: {text}", (text,))
+def _read_block(storage: PatientStorage, manifest: Manifest, entry: TensorEntry, start: int) -> bytearray:
+    """Reads the block at an offset of a tensor, and verifies it."""
+    file = manifest.files[entry.file]
+    found = manifest.blocks.at(entry.file, entry.offset + start)
+    assert found is not None
+    _, expected = manifest.recorded(found)
+    data = bytearray(found.nbytes)
+    for _ in range(2):  # again, in case it was damaged on the way
+        storage.read_into(file.name, found.offset, [memoryview(data)], file.version)
+        if checksum(memoryview(data)) == expected:
+            return data
+    text = manifest.describe_damage(found, entry.name, checksum(memoryview(data)))
+    raise ChecksumError(f"damaged: {text}", (text,))
 
 
 def is_next_to_base(stored: Manifest, location: Location, connect: Connect) -> bool:

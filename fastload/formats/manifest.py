@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fastload.base.memory import uncollected
-from fastload.geometry.blocks import Block, Blocks
+from fastload.geometry.blocks import Block, Blocks, num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.ranges import Space
 
@@ -249,6 +249,14 @@ class Manifest:
             "heads": [base64.b64encode(head).decode() for head in self.heads],
             "delta": self.delta,
         }
+
+
+def blocks_of_files(manifest: Manifest, block_bytes: int) -> list[int]:
+    """Returns the number of blocks in each file."""
+    counts = [0] * len(manifest.files)
+    for extent in manifest.extents:
+        counts[extent.file] += num_blocks(extent.nbytes, block_bytes)
+    return counts
 
 
 def in_order(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:

@@ -19,24 +19,23 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
 from fastload.formats.manifest import CHECKSUM_BYTES as CHECKSUM_BYTES
-from fastload.formats.manifest import Delta, Manifest
+from fastload.formats.manifest import Delta, Manifest, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
 from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
-from fastload.geometry.blocks import num_blocks
 from fastload.storage.base import Storage
 
 MAX_RECORD_BYTES = 1 << 30
 
 _FORMAT = "fastload"
 _VERSION, _DELTA_VERSION = 1, 2  # of a complete checkpoint, and of a delta
-_DELTA_KEYS = {"base", "checksums", "digest", "num_deltas"}
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_DELTAS = 1000
-_KEYS = {"block_bytes", "checksum", "files", "format", "metadata", "state", "version"}
+_KEYS = {"block_bytes", "files", "format", "metadata", "state", "version"}
+_DELTA_KEYS = _KEYS | {"delta"}
 _FILE_KEYS = {"checksums", "header_bytes", "header_checksum", "name", "nbytes"}
 _MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
 
@@ -108,7 +107,7 @@ class Record:
         }
         if self.delta is not None:
             body["delta"] = {**self.delta._asdict(), "checksums": dict(self.delta.checksums)}
-        return canonical({**body, "checksum": checksum(canonical(body)).hex()})
+        return checked_text(body)
 
 
 @uncollected
@@ -124,27 +123,7 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
         ManifestError: It is malformed.
         ChecksumError: It is damaged.
     """
-    try:
-        raw = parse_json(data, f"{url}: commit record", any_int=True)
-    except ManifestError as error:  # every version writes a JSON object with a checksum
-        error.is_damage = True
-        raise
-    if "checksum" not in raw:
-        raise ManifestError(f"{url}: {_needs(raw)}", is_damage=True)
-    take_checksum(raw, url)
-    version = raw.get("version")
-    is_known = type(version) is int and _VERSION <= version <= _DELTA_VERSION
-    if raw.get("format") != _FORMAT or not is_known:
-        found = f"format {show(raw.get('format'))}, version {show(version)}"
-        raise UnsupportedVersion(
-            f"{url}: {found}: this fastload reads {_FORMAT!r}, versions {_VERSION} and {_DELTA_VERSION}: "
-            "update fastload"
-        )
-    keys = _KEYS | {"delta"} if version == _DELTA_VERSION else _KEYS
-    if raw.keys() != keys - {"checksum"}:
-        raise ManifestError(f"{url}: {_needs(raw, keys)}")
-    if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
-        raise ManifestError(f"{url}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
+    raw = parse_checked(data, url, "commit record", _FORMAT, {_VERSION: _KEYS, _DELTA_VERSION: _DELTA_KEYS})
     if type(raw["files"]) is not list:
         raise ManifestError(f"{url}: files is not a list but {show(raw['files'])}")
     files = []
@@ -157,13 +136,15 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
     if names != sorted(set(names)):
         raise ManifestError(f"{url}: files are not in name order, each once: {show(names)}")
     metadata = parse_metadata(raw["metadata"], f"{url}: metadata")
-    delta = _parse_delta(raw["delta"], url) if version == _DELTA_VERSION else None
+    delta = _parse_delta(raw["delta"], url) if "delta" in raw else None
     return Record(raw["block_bytes"], tuple(files), raw["state"], metadata, delta)
 
 
 def _parse_delta(fields: Any, url: str) -> Delta:
-    if not isinstance(fields, dict) or fields.keys() != _DELTA_KEYS:
-        raise ManifestError(f"{url}: delta needs exactly the keys {sorted(_DELTA_KEYS)}, got {show(fields)}")
+    if not isinstance(fields, dict) or fields.keys() != {*Delta._fields}:
+        raise ManifestError(
+            f"{url}: delta needs exactly the keys {sorted(Delta._fields)}, got {show(fields)}"
+        )
     delta = Delta(**fields)
     if not isinstance(delta.base, str) or "/" in delta.base or not is_plain_path(delta.base):
         raise ManifestError(f"{url}: the base is no name of a directory: {show(delta.base)}")
@@ -175,25 +156,48 @@ def _parse_delta(fields: Any, url: str) -> Delta:
         raise ManifestError(f"{url}: checksums of the result are no object: {show(delta.checksums)}")
     for name, text in delta.checksums.items():
         try:
-            is_cut = len(unhex(text, "checksums")) % CHECKSUM_BYTES
+            parse_checksums(text)
         except ValueError as error:
             raise ManifestError(f"{url}: result {show(name)}: {error}") from None
-        if is_cut:
-            raise ManifestError(f"{url}: result {show(name)}: checksums are not of 16 hex digits each")
     return delta
 
 
-def _needs(raw: dict[str, Any], keys: Collection[str] = _KEYS) -> str:
-    return f"needs exactly the keys {sorted(keys)}, got {show(sorted(raw))}"
-
-
-def take_checksum(raw: dict[str, Any], url: str, what: str = "commit record") -> None:
-    """Removes the checksum of a record from its fields, and compares it with that of the others.
+def checked_text(body: dict[str, Any]) -> bytes:
+    """Returns the text of a JSON object with its own checksum in it, the same for equal contents.
 
     Raises:
-        ManifestError: The fields have no canonical text.
-        ChecksumError: The record is damaged.
+        ValueError: It has a value that JSON lacks.
     """
+    return canonical({**body, "checksum": checksum(canonical(body)).hex()})
+
+
+def parse_checked(
+    data: bytes, url: str, what: str, name: str, keys: Mapping[int, Collection[str]]
+) -> dict[str, Any]:
+    """Parses what `checked_text` returned; untrusted.
+
+    Args:
+        data: The text.
+        url: The file, for messages.
+        what: Its kind, for messages.
+        name: Its ``format``.
+        keys: The keys of each known ``version``, besides the checksum.
+
+    Returns:
+        The object, without the checksum. Its ``block_bytes`` is a size above 0.
+
+    Raises:
+        UnsupportedVersion: This fastload does not know its version.
+        ManifestError: It is malformed.
+        ChecksumError: It is damaged.
+    """
+    try:
+        raw = parse_json(data, f"{url}: {what}", any_int=True)
+    except ManifestError as error:  # every version writes a JSON object with a checksum
+        error.is_damage = True
+        raise
+    if "checksum" not in raw:
+        raise ManifestError(f"{url}: it has no checksum of its own, but {show(sorted(raw))}", is_damage=True)
     claimed = raw.pop("checksum")
     try:
         found = checksum(canonical(raw)).hex()
@@ -203,6 +207,16 @@ def take_checksum(raw: dict[str, Any], url: str, what: str = "commit record") ->
         raise ChecksumError(
             f"{url}: the {what} is damaged: checksum {show(claimed)} expected, {found!r} found"
         )
+    version = raw.get("version")
+    if raw.get("format") != name or type(version) is not int or version not in keys:
+        versions = f"version{'s' * (len(keys) > 1)} {' and '.join(map(str, keys))}"
+        found = f"format {show(raw.get('format'))}, version {show(version)}"
+        raise UnsupportedVersion(f"{url}: {found}: this fastload reads {name!r}, {versions}: update fastload")
+    if raw.keys() != keys[version]:
+        raise ManifestError(f"{url}: needs exactly the keys {sorted(keys[version])}, got {show(sorted(raw))}")
+    if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
+        raise ManifestError(f"{url}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
+    return raw
 
 
 def _parse_file(fields: Any) -> RecordedFile:
@@ -213,21 +227,27 @@ def _parse_file(fields: Any) -> RecordedFile:
         raise ValueError(f"not a plain relative file name: {show(name)}")
     if not is_size(nbytes) or not is_size(header_bytes) or not _MIN_HEADER_BYTES <= header_bytes <= nbytes:
         raise ValueError(f"{show(name)}: a header of {show(header_bytes)} bytes in a file of {show(nbytes)}")
-    header_checksum = unhex(fields["header_checksum"], "header_checksum")
+    header_checksum = _unhex(fields["header_checksum"], "header_checksum")
     if len(header_checksum) != CHECKSUM_BYTES:
         raise ValueError(f"{show(name)}: header_checksum is not of {2 * CHECKSUM_BYTES} hex digits")
-    checksums = unhex(fields["checksums"], "checksums")
-    if len(checksums) % CHECKSUM_BYTES:
-        raise ValueError(f"{show(name)}: checksums are not of {2 * CHECKSUM_BYTES} hex digits each")
+    checksums = parse_checksums(fields["checksums"], f"{show(name)}: checksums")
     return RecordedFile(name, nbytes, header_bytes, header_checksum, checksums)
 
 
-def unhex(text: Any, what: str) -> bytes:
-    """Returns the bytes that lower-case hex digits stand for.
+def parse_checksums(text: Any, what: str = "checksums") -> bytes:
+    """Returns the checksums of blocks from their hex digits.
 
     Raises:
         ValueError: They are something else.
     """
+    checksums = _unhex(text, what)
+    if len(checksums) % CHECKSUM_BYTES:
+        raise ValueError(f"{what} are not of {2 * CHECKSUM_BYTES} hex digits each")
+    return checksums
+
+
+def _unhex(text: Any, what: str) -> bytes:
+    """Returns the bytes that lower-case hex digits stand for."""
     try:
         value = bytes.fromhex(text)
     except (TypeError, ValueError):
@@ -281,10 +301,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
             raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}", is_damage=True)
     by_name = {file.name: file for file in record.files}
     manifest = assemble(storage, stats, lambda name, _: _read_header(storage, by_name[name]))
-    wanted_blocks = [0] * len(record.files)
-    for entry in manifest.tensors:
-        wanted_blocks[entry.file] += num_blocks(entry.nbytes, record.block_bytes)
-    for file, wanted in zip(record.files, wanted_blocks, strict=True):
+    for file, wanted in zip(record.files, blocks_of_files(manifest, record.block_bytes), strict=True):
         found = len(file.checksums) // CHECKSUM_BYTES
         if found != wanted:
             where = f"{url_of(storage, RECORD_NAME)}: {show(file.name)}"

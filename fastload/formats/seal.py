@@ -13,24 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import xxhash
 
-from fastload.errors import ChecksumError, ManifestError, StorageError, UnsupportedVersion
-from fastload.formats.manifest import Manifest
+from fastload.errors import ChecksumError, ManifestError, StorageError
+from fastload.formats.manifest import Manifest, blocks_of_files
 from fastload.formats.names import SEAL_NAME
 from fastload.formats.reading import read_limited
 from fastload.formats.record import (
     CHECKSUM_BYTES,
     MAX_RECORD_BYTES,
     canonical,
-    checksum,
-    take_checksum,
-    unhex,
+    checked_text,
+    parse_checked,
+    parse_checksums,
 )
-from fastload.formats.untrusted import is_size, parse_json, show
-from fastload.geometry.blocks import num_blocks
+from fastload.formats.untrusted import show
 from fastload.options import Patience
 from fastload.storage.base import FileStat, Storage
 from fastload.storage.location import OBJECT_STORES, Location
@@ -63,7 +61,7 @@ class Seal:
             "digest": self.digest,
             "checksums": [each.hex() for each in self.checksums],
         }
-        return canonical({**body, "checksum": checksum(canonical(body)).hex()})
+        return checked_text(body)
 
     def applied_to(self, manifest: Manifest) -> Manifest:
         """Returns the manifest with the checksums.
@@ -164,14 +162,6 @@ def url_of_seal(manifest: Manifest) -> str:
     return f"{manifest.url}{'.' if is_single_file(manifest) else '/'}{SEAL_NAME}"
 
 
-def blocks_of_files(manifest: Manifest, block_bytes: int) -> list[int]:
-    """Returns the number of blocks in each file."""
-    counts = [0] * len(manifest.files)
-    for extent in manifest.extents:
-        counts[extent.file] += num_blocks(extent.nbytes, block_bytes)
-    return counts
-
-
 def digest_of(manifest: Manifest) -> str:
     """Returns an xxh3-128 of names, sizes and headers of the files, and of the places of all extents.
 
@@ -208,28 +198,14 @@ def read_seal(storage: Storage) -> Seal:
         ChecksumError: It is damaged.
     """
     where = storage.label(SEAL_NAME)
-    raw = parse_json(read_limited(storage, SEAL_NAME, "seal", MAX_RECORD_BYTES), f"{where}: seal")
-    if "checksum" not in raw:
-        raise ManifestError(f"{where}: it has no checksum of its own, but only {show(sorted(raw))}")
-    take_checksum(raw, where, "seal")
-    if raw.get("format") != _FORMAT or raw.get("version") != _VERSION:
-        found = f"format {show(raw.get('format'))}, version {show(raw.get('version'))}"
-        raise UnsupportedVersion(
-            f"{where}: {found}: this fastload reads {_FORMAT!r}, version {_VERSION}: update fastload"
-        )
-    if raw.keys() != _KEYS:
-        raise ManifestError(f"{where}: needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}")
-    if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
-        raise ManifestError(f"{where}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
+    text = read_limited(storage, SEAL_NAME, "seal", MAX_RECORD_BYTES)
+    raw = parse_checked(text, where, "seal", _FORMAT, {_VERSION: _KEYS})
     if type(raw["digest"]) is not str:
         raise ManifestError(f"{where}: digest is no text but {show(raw['digest'])}")
-    return Seal(raw["block_bytes"], raw["digest"], _parse_checksums(raw["checksums"], where))
-
-
-def _parse_checksums(raw: Any, where: str) -> tuple[bytes, ...]:
-    if type(raw) is not list:
-        raise ManifestError(f"{where}: checksums is not a list but {show(raw)}")
+    if type(raw["checksums"]) is not list:
+        raise ManifestError(f"{where}: checksums is not a list but {show(raw['checksums'])}")
     try:
-        return tuple(unhex(text, "checksums") for text in raw)
+        checksums = tuple(map(parse_checksums, raw["checksums"]))
     except ValueError as error:
         raise ManifestError(f"{where}: {error}") from None
+    return Seal(raw["block_bytes"], raw["digest"], checksums)

@@ -23,16 +23,14 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.formats.dcp.nesting import nested
-from fastload.formats.manifest import Manifest, TensorEntry, in_order
+from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import SHARDING_NAME, SUFFIX
-from fastload.formats.parts import TensorPart, join_parts
+from fastload.formats.parts import TensorPart, join_manifests, join_parts, nested, numbered
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.state import children, refused_node
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import join_manifests, moved
-from fastload.formats.torch_save.unpickle import PickledDict, unpickle
+from fastload.formats.torch_save.unpickle import PickledDict, PickleParser, unpickle
 from fastload.formats.torch_save.zip_file import require_few_repeated
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, is_size, parse_value, show
 from fastload.formats.values import MAX_DEPTH, encode_value, num_chars
@@ -141,7 +139,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
                 del found[key, rank]
     differing = {key for key, each in digests.items() if len(each) > 1}
     found = {(key, rank): manifest for (key, rank), manifest in found.items() if key not in differing}
-    parts = {place: _moved(manifest, number) for number, (place, manifest) in enumerate(found.items())}
+    parts = {place: numbered(manifest, number) for number, (place, manifest) in enumerate(found.items())}
     tensors: list[TensorEntry] = []
     nodes: list[Any] = []
     for key, item in metadata.items():
@@ -159,7 +157,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     return join_manifests(
         storage.url,
         [*found.values()],
-        in_order(tensors),
+        tensors,
         {"dict": nodes},
         record_digest=digest,
         format="torch_checkpointing",
@@ -195,10 +193,6 @@ def _unsharded(listing: Sequence[str], metadata: Mapping[str, ShardedItem]) -> d
 def _renamed(manifest: Manifest, key: str) -> Manifest:
     tensors = (replace(entry, name=f"{key}.{entry.name}") for entry in manifest.tensors)
     return replace(manifest, tensors=tuple(tensors))
-
-
-def _moved(manifest: Manifest, file: int) -> Manifest:
-    return replace(manifest, tensors=tuple(moved(entry, file) for entry in manifest.tensors))
 
 
 def _tensors(key: str, item: ShardedItem, files: Mapping[int, Manifest], where: str) -> Iterator[TensorEntry]:
@@ -262,7 +256,7 @@ def _merged(one: Any, other: Any) -> Any:
     return {tag: items}
 
 
-class _Parser:
+class _Parser(PickleParser):
     """Parses ``metadata.pkl``: dicts, lists, tuples and plain values, nothing else.
 
     Args:
@@ -271,8 +265,7 @@ class _Parser:
     """
 
     def __init__(self, where: str, budget: MemoryBudget) -> None:
-        self._where = where
-        self._budget = budget
+        super().__init__(where, budget)
         self._seen: dict[Any, TensorSharding] = {}
 
     def parse(self, text: bytes) -> dict[str, ShardedItem]:
@@ -281,29 +274,29 @@ class _Parser:
         Raises:
             ManifestError: It is malformed, or of another version.
         """
-        fields = self._fields(unpickle(text, self._where), "metadata", "version", "world_size")
+        fields = self._fields(unpickle(text, self.where), "metadata", "version", "world_size")
         if fields["version"] != "2.0":
-            raise self._error(f"version {show(fields['version'])}: only 2.0 is read")
+            raise self.error(f"version {show(fields['version'])}: only 2.0 is read")
         items = {}
-        for key, value in self._dict(fields["metadata"]).items():
+        for key, value in self.fields_of(fields["metadata"]).items():
             if not is_plain_path(key) or "/" in key:
-                raise self._error(f"{show(key)} is no name of an item")
+                raise self.error(f"{show(key)} is no name of an item")
             items[key] = self._item(value)
         return items
 
     def _item(self, value: Any) -> ShardedItem:
         fields = self._fields(value, "nested_path_to_metadata", "rank_to_layout_info")
         item = ShardedItem({}, {}, {})
-        for text, groups in self._dict(fields["nested_path_to_metadata"]).items():
-            self._budget.charge(_NODE_BYTES + 8 * num_chars(text))
+        for text, groups in self.fields_of(fields["nested_path_to_metadata"]).items():
+            self.budget.charge(_NODE_BYTES + 8 * num_chars(text))
             path = self._path(text)
             name = ".".join(map(str, path))
             if name in item.paths:
-                raise self._error(f"two tensors are called {show(name)}")
+                raise self.error(f"two tensors are called {show(name)}")
             item.paths[name] = path
             item.shardings[name] = [self._group(group) for group in self._list(groups)]
             if not item.shardings[name]:
-                raise self._error(f"{show(name)} is on no rank")
+                raise self.error(f"{show(name)} is on no rank")
         layouts = fields["rank_to_layout_info"]
         for rank, layout in layouts.pairs() if type(layouts) is PickledDict else ():
             if layout is not None and self._is_rank(rank):
@@ -316,44 +309,42 @@ class _Parser:
         except (ValueError, RecursionError):
             path = None
         if type(path) is not list or len(path) > MAX_DEPTH or {*map(type, path)} - {str, int}:
-            raise self._error(f"{show(text)} is no path of keys")
+            raise self.error(f"{show(text)} is no path of keys")
         return tuple(path)
 
     def _file(self, layout: Any) -> str:
         fields = self._fields(layout, "file_path", "serialization_format")
         name = fields["file_path"]
-        kind = self._dict(fields["serialization_format"]).get("type")
+        kind = self.fields_of(fields["serialization_format"]).get("type")
         if type(name) is not str or not is_plain_path(name) or "/" in name:
-            raise self._error(f"not a plain name of a file in its directory: {show(name)}")
+            raise self.error(f"not a plain name of a file in its directory: {show(name)}")
         if kind not in _FORMATS or name.endswith(SUFFIX) != (_FORMATS[kind] == SUFFIX):
-            raise self._error(f"{show(name)} is of format {show(kind)}, which is not read")
+            raise self.error(f"{show(name)} is of format {show(kind)}, which is not read")
         return name
 
     def _group(self, group: Any) -> TensorSharding:
         fields = self._fields(group, "ranks", "sharding_metadata")
-        ranks = fields["ranks"]
-        if type(ranks) not in (list, tuple) or not all(map(self._is_rank, ranks)) or not ranks:
-            raise self._error(f"{show(ranks)} in place of ranks")
-        self._budget.charge(_NODE_BYTES + len(ranks))
+        ranks = self._ranks(fields["ranks"])
+        self.budget.charge(_NODE_BYTES + len(ranks))
         packed = self._fields(fields["sharding_metadata"], "data", "type")
         if packed["type"] == "DTensorShardingMetadata":
-            return self._dtensor(self._dict(packed["data"]), tuple(ranks))
+            return self._dtensor(self.fields_of(packed["data"]), ranks)
         if packed["type"] == "DefaultShardingMetadata" and len(ranks) == 1:
-            return self._boxes(self._dict(packed["data"]), ranks[0])
-        raise self._error(f"shards of type {show(packed['type'])} are not read")
+            return self._boxes(self.fields_of(packed["data"]), ranks[0])
+        raise self.error(f"shards of type {show(packed['type'])} are not read")
 
     def _dtensor(self, data: dict[str, Any], ranks: tuple[int, ...]) -> TensorSharding:
         """Computes the boxes of a DTensor, once for all tensors of one shape and placements."""
-        shape = self._sizes(data.get("global_shape"))
-        mesh = self._dict(data.get("mesh_spec"))
-        mesh_shape, mesh_ranks = self._sizes(mesh.get("mesh_shape")), self._sizes(mesh.get("mesh_data"))
+        shape = self.sizes(data.get("global_shape"))
+        mesh = self.fields_of(data.get("mesh_spec"))
+        mesh_shape, mesh_ranks = self.sizes(mesh.get("mesh_shape")), self._ranks(mesh.get("mesh_data"))
         placements = tuple(map(partial(self._placement, len(shape)), self._list(data.get("placements"))))
         if len(placements) != len(mesh_shape) or len(mesh_shape) > _MAX_MESH_DIMS:
-            raise self._error(f"{len(placements)} placements on a mesh of {show(mesh_shape)}")
+            raise self.error(f"{len(placements)} placements on a mesh of {show(mesh_shape)}")
         if prod(mesh_shape) != len(mesh_ranks) or len({*mesh_ranks}) < len(mesh_ranks):
-            raise self._error(f"a mesh of {show(mesh_shape)} with the ranks {show(mesh_ranks)}")
+            raise self.error(f"a mesh of {show(mesh_shape)} with the ranks {show(mesh_ranks)}")
         if any(one.split_factor > len(mesh_ranks) for one in placements):
-            raise self._error(f"placements {show(placements)} on a mesh of {show(mesh_shape)}")
+            raise self.error(f"placements {show(placements)} on a mesh of {show(mesh_shape)}")
         key = shape, mesh_shape, mesh_ranks, placements, ranks
         if key not in self._seen:
             self._seen[key] = self._place(shape, mesh_shape, mesh_ranks, placements, ranks)
@@ -377,7 +368,7 @@ class _Parser:
         for rank in sorted(ranks):
             index = index_of.get(rank)
             if index is None:
-                raise self._error(f"rank {rank} is not in its mesh")
+                raise self.error(f"rank {rank} is not in its mesh")
             if (own := tuple(index[dim] for dim in cuts)) in seen:
                 continue
             seen.add(own)
@@ -385,27 +376,27 @@ class _Parser:
             boxes[rank] = {}
             for shard in reversed(found):  # torch's is the first
                 within = shard_boxes(shard)
-                self._budget.charge(_PART_BYTES * (1 + len(within)))
+                self.budget.charge(_PART_BYTES * (1 + len(within)))
                 boxes[rank][local_shape(shard)] = within or [_nothing(len(shape))]
         return TensorSharding(shape, boxes)
 
     def _boxes(self, data: dict[str, Any], rank: int) -> TensorSharding:
         """Reads the boxes of a rank that its own tensor class has given."""
-        shape = self._sizes(data.get("global_shape"))
+        shape = self.sizes(data.get("global_shape"))
         rows = [self._list(data.get(name)) for name in ("global_offsets", "local_offsets", "local_sizes")]
         if len({*map(len, rows)}) != 1:
-            raise self._error(f"{show([*map(len, rows)])} offsets and sizes of shards")
-        self._budget.charge(_PART_BYTES * (1 + len(rows[0])))
+            raise self.error(f"{show([*map(len, rows)])} offsets and sizes of shards")
+        self.budget.charge(_PART_BYTES * (1 + len(rows[0])))
         found = []
         for begin, local, sizes in zip(*rows, strict=True):
-            size = self._sizes(sizes)
-            found.append((Box(self._sizes(begin), size), Box(self._sizes(local), size)))
+            size = self.sizes(sizes)
+            found.append((Box(self.sizes(begin), size), Box(self.sizes(local), size)))
         if any(len(box.offsets) != len(shape) or len(own.offsets) != len(shape) for box, own in found):
-            raise self._error(f"shards {show(found)} of a tensor of shape {show(shape)}")
+            raise self.error(f"shards {show(found)} of a tensor of shape {show(shape)}")
         return TensorSharding(shape, {rank: {None: found or [_nothing(len(shape))]}})
 
     def _placement(self, num_dims: int, value: Any) -> PlacementSpec:
-        fields = self._dict(value)
+        fields = self.fields_of(value)
         kind, dim, factor = fields.get("type"), fields.get("dim"), fields.get("split_factor", 1)
         if kind == "Replicate":
             return PlacementSpec()
@@ -417,36 +408,27 @@ class _Parser:
             and factor
         ):
             return PlacementSpec(dim, factor)
-        raise self._error(f"{show(kind)} of dimension {show(dim)} is no placement that is read")
+        raise self.error(f"{show(kind)} of dimension {show(dim)} is no placement that is read")
+
+    def _ranks(self, value: Any) -> tuple[int, ...]:
+        ranks = tuple(self._list(value))
+        if not ranks or not all(map(self._is_rank, ranks)):
+            raise self.error(f"{show(value)} in place of ranks")
+        return ranks
 
     def _is_rank(self, value: Any) -> bool:
         return type(value) is int and 0 <= value < _MAX_RANKS
 
-    def _sizes(self, value: Any) -> tuple[int, ...]:
-        if type(value) in (list, tuple) and all(map(is_size, value)):
-            return tuple(value)
-        raise self._error(f"{show(value)} in place of sizes")
-
     def _list(self, value: Any) -> Sequence[Any]:
         if type(value) not in (list, tuple):
-            raise self._error(f"{show(value)} in place of a list")
+            raise self.error(f"{show(value)} in place of a list")
         return value  # type: ignore[no-any-return]
 
-    def _dict(self, value: Any) -> dict[str, Any]:
-        if type(value) is not PickledDict:
-            raise self._error(f"{show(value)} in place of a dict")
-        self._budget.charge(8 * len(value))
-        found: dict[str, Any] = value.by_text(self._where)
-        return found
-
     def _fields(self, value: Any, *names: str) -> dict[str, Any]:
-        fields = self._dict(value)
+        fields = self.fields_of(value)
         if missing := [name for name in names if name not in fields]:
-            raise self._error(f"{show(sorted(fields))} without {missing}")
+            raise self.error(f"{show(sorted(fields))} without {missing}")
         return fields
-
-    def _error(self, what: str) -> ManifestError:
-        return ManifestError(f"{self._where}: {what}")
 
 
 def _nothing(num_dims: int) -> tuple[Box, Box]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
 from fastload.formats.names import ADAPTER_STEM
-from fastload.saving.handle import await_end
+from fastload.saving.background import await_end
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
 
 _PENDING = "pending-"  # a prefix that other programs do not use for checkpoints
-_REPLACED = "replaced"
+REPLACED = "replaced"
+"""The name of no state: below it, the directory that is being replaced waits for its deletion."""
 
 
 class DirectorySave:
@@ -43,7 +44,7 @@ class DirectorySave:
         *,
         adapters: Collection[str] = (),
         add_files: Callable[[str], object],
-        on_publish: Callable[[], object],
+        on_publish: Callable[[], object] = lambda: None,
         process_group: Any,
         options: SaveOptions,
     ) -> None:
@@ -117,7 +118,7 @@ def clear_pending(folder: str, prefix: str) -> None:
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         if match := pending.fullmatch(name):
             path = os.path.join(folder, match[1])
-            if match[2] == f"-{_REPLACED}" and not os.path.lexists(path):
+            if match[2] == f"-{REPLACED}" and not os.path.lexists(path):
                 os.replace(os.path.join(folder, name), path)
             else:
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
@@ -138,7 +139,7 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
 
 def _replace(source: str, target: str) -> None:
     """Replaces a directory by another one, in one step if the file system can exchange names."""
-    old = _pending(target, _REPLACED)
+    old = _pending(target, REPLACED)
     if not os.path.lexists(target):
         os.replace(source, target)
     elif _exchange(source, target):

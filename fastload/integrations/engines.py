@@ -22,14 +22,13 @@ from fastload.options import LoadOptions
 
 __all__ = [
     "Extra",
+    "ModelFiles",
     "Source",
     "Start",
     "Weights",
     "device_of",
     "extra_of",
-    "path_of",
     "require_loaded",
-    "sources_of",
     "started_from",
 ]
 
@@ -101,34 +100,61 @@ def extra_of(extra: Any) -> Extra:
     return Extra(LoadOptions(**given), weights)
 
 
-def path_of(model: str, revision: str | None, load_config: Any, download: Callable[..., str]) -> str:
-    """Returns the path or URL of a model, downloaded if need be.
+class ModelFiles:
+    """The weights of an engine's models: where the extra config says, or in files that the engine downloads.
 
     Args:
-        model: Its name, path or URL.
-        revision: The revision to download.
-        load_config: The engine's, with the download directory.
+        load_config: The engine's, with the extra config of its loader and the download directory.
         download: The engine's ``download_weights_from_hf``.
+
+    Attributes:
+        options: How to load.
+
+    Raises:
+        OptionError: The extra config has unknown keys, or bad values.
     """
-    if "://" in model or os.path.exists(model):
-        return model
-    ignored = load_config.ignore_patterns
-    return download(model, load_config.download_dir, _PATTERNS, revision, ignore_patterns=ignored)
 
+    def __init__(self, load_config: Any, download: Callable[..., str]) -> None:
+        extra = extra_of(load_config.model_loader_extra_config)
+        self.options = extra.options
+        self._weights = extra.weights
+        self._load_config = load_config
+        self._download = download
 
-def sources_of(model: nn.Module, path: Callable[[str, str | None], str], first: str) -> list[Source]:
-    """Returns the sources of a model's weights, its ``secondary_weights`` included.
+    def fetch(self, model: str, revision: str | None) -> None:
+        """Downloads a model if need be, unless its weights are elsewhere."""
+        if not self._weights:
+            self.path(model, revision)
 
-    Args:
-        model: Each of its ``secondary_weights`` has a ``model_or_path``, a ``revision`` and a ``prefix``.
-        path: Returns the path of a name and a revision.
-        first: Path of its own weights.
-    """
-    sources = [Source(first)]
-    for one in getattr(model, "secondary_weights", ()):
-        found, folder = path(one.model_or_path, one.revision), getattr(one, "subfolder", None)
-        sources.append(Source(f"{found.rstrip('/')}/{folder}" if folder else found, one.prefix))
-    return sources
+    def path(self, model: str, revision: str | None) -> str:
+        """Returns the path or URL of a model, downloaded if need be.
+
+        Args:
+            model: Its name, path or URL.
+            revision: The revision to download.
+        """
+        if "://" in model or os.path.exists(model):
+            return model
+        config = self._load_config
+        return self._download(
+            model, config.download_dir, _PATTERNS, revision, ignore_patterns=config.ignore_patterns
+        )
+
+    def sources(self, module: nn.Module, model: str, revision: str | None, *, is_first: bool) -> list[Source]:
+        """Returns the sources of a model's weights, its ``secondary_weights`` included.
+
+        Args:
+            module: Each of its ``secondary_weights`` has a ``model_or_path``, a ``revision`` and a
+                ``prefix``.
+            model: As for `path`.
+            revision: Likewise.
+            is_first: Whether it is the engine's first model, whose weights the extra config may name.
+        """
+        sources = [Source(self._weights if is_first and self._weights else self.path(model, revision))]
+        for one in getattr(module, "secondary_weights", ()):
+            found, folder = self.path(one.model_or_path, one.revision), getattr(one, "subfolder", None)
+            sources.append(Source(f"{found.rstrip('/')}/{folder}" if folder else found, one.prefix))
+        return sources
 
 
 def require_loaded(model: nn.Module, loaded: Any, model_config: Any) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -110,9 +111,14 @@ def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = 
 
 
 def lone_group() -> Any:
-    """Returns a group of this rank alone; None if it is alone anyway."""
+    """Returns a group of this rank alone, without the other ranks; None if it is alone anyway."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    return _lone_group(dist.group.WORLD)
+
+
+@cache
+def _lone_group(default_group: Any) -> Any:
     return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 

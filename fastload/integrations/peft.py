@@ -17,10 +17,11 @@ from fastload import LoadOptions, OptionError, SaveOptions
 from fastload.geometry.dtensors import local_of
 from fastload.integrations.directory_save import DirectorySave
 from fastload.integrations.frameworks import live_state, require_signatures, state_to_save, unknown_version
+from fastload.storage import locate
 
 TESTED = "0.21"
 try:
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 except ImportError as error:
     raise unknown_version(peft, TESTED, error) from None
 
@@ -34,10 +35,15 @@ _SIGNATURES = {
         peft,
         "model state_dict adapter_name unwrap_compiled save_embedding_layers",
     ),
+    "peft.set_peft_model_state_dict": (
+        peft,
+        "model peft_model_state_dict adapter_name ignore_mismatched_sizes low_cpu_mem_usage",
+    ),
     "PeftModel.add_adapter": (
         PeftModel,
         "self adapter_name peft_config low_cpu_mem_usage autocast_adapter_dtype",
     ),
+    "PeftModel.delete_adapter": (PeftModel, "self adapter_name"),
     "PeftModel._get_base_model_class": (PeftModel, "self is_prompt_tuning"),
 }
 
@@ -67,13 +73,22 @@ def save(
         FastloadError: As for `fastload.save`.
     """
     require_signatures(peft, TESTED, _SIGNATURES)
-    _require_adapter(model, adapter_name)
+    state, tensors = state_to_save(model), dict[str, Tensor]()
+
+    def collect() -> None:
+        _require_adapter(model, adapter_name)
+        if (location := locate(path)).scheme:
+            raise OptionError(f"{location}: an adapter is saved to a file system: give a path")
+        if os.path.isfile(location.address):
+            raise OptionError(f"{location} is a file: an adapter is saved as a directory")
+        tensors.update(tensors_of(model, adapter_name, state))
+
+    fastload.world.agree(f"saving the adapter {adapter_name!r}", collect, process_group=process_group)
     DirectorySave(
-        os.fspath(path),
-        {"": tensors_of(model, adapter_name, state_to_save(model))},
+        locate(path).address,
+        {"": tensors},
         adapters=[""],
         add_files=partial(save_config, model, adapter_name),
-        on_publish=_nothing,
         process_group=process_group,
         options=replace(options or SaveOptions(), overwrite=True),
     ).wait()
@@ -91,7 +106,7 @@ def load(
 
     Args:
         model: The model, plain or sharded. If it has no such adapter, the adapter is added, by the
-            configuration at `path`; it is not made the active one.
+            configuration at `path`; it is not made the active one. If loading fails, it is deleted.
         path: A directory that PEFT or `save` made; all ranks see it.
         adapter_name: The adapter.
         process_group: As for `fastload.load`.
@@ -103,15 +118,23 @@ def load(
         FastloadError: As for `fastload.load`.
     """
     require_signatures(peft, TESTED, _SIGNATURES)
-    folder = os.fspath(path)
+    folder, is_new = os.fspath(path), adapter_name not in model.peft_config
 
     def add() -> None:
-        if adapter_name not in model.peft_config:
+        if is_new:
             model.add_adapter(adapter_name, PeftConfig.from_pretrained(folder))
 
-    fastload.world.agree(f"adding the adapter of {folder}", add, process_group=process_group)
-    into = tensors_of(model, adapter_name, live_state(model), unshared=False)
-    fastload.load(folder, into=into, process_group=process_group, options=options)
+    try:
+        fastload.world.agree(f"adding the adapter of {folder}", add, process_group=process_group)
+        state = live_state(model)
+        into = tensors_of(model, adapter_name, state, unshared=False)
+        fastload.load(folder, into=into, process_group=process_group, options=options)
+        if not _memory_of(into) <= _memory_of(state):  # such as prompts, and ranks that AdaLoRA has selected
+            set_peft_model_state_dict(model, into, adapter_name)
+    except BaseException:
+        if is_new and adapter_name in model.peft_config:
+            model.delete_adapter(adapter_name)
+        raise
 
 
 def tensors_of(
@@ -159,5 +182,7 @@ def _require_adapter(model: PeftModel, adapter_name: str) -> None:
         raise OptionError(f"the model has no adapter {adapter_name!r}: it has {names}")
 
 
-def _nothing() -> None:
-    pass
+def _memory_of(tensors: Mapping[str, Any]) -> set[int]:
+    """Returns the addresses of the memory that tensors are views of."""
+    found = (local_of(tensor) for tensor in tensors.values() if isinstance(tensor, Tensor))
+    return {local.untyped_storage().data_ptr() for local in found if local.numel()}

@@ -13,15 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastload.integrations.engines import (
-    Source,
-    Weights,
-    device_of,
-    extra_of,
-    path_of,
-    require_loaded,
-    sources_of,
-)
+from fastload.integrations.engines import ModelFiles, Source, Weights, device_of, require_loaded
 
 try:
     from sglang.srt.distributed import get_world_group
@@ -49,13 +41,12 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def __init__(self, load_config: Any) -> None:
         BaseModelLoader.__init__(self, load_config)  # the default loader refuses other options
-        self._extra = extra_of(load_config.model_loader_extra_config)
+        self._files = ModelFiles(load_config, download_weights_from_hf)
         self._weights: Weights | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Downloads the model, unless it is a directory or a URL."""
-        if not self._extra.weights:
-            self._path(model_config.model_path, model_config.revision)
+        self._files.fetch(model_config.model_path, model_config.revision)
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         """Makes the model and loads its weights, as the default loader does.
@@ -73,18 +64,17 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _get_all_weights(self, model_config: Any, model: nn.Module) -> Weights:
         is_draft = getattr(model_config, "is_draft_model", False)
-        weights = "" if is_draft else self._extra.weights
-        first = weights or self._path(model_config.model_path, model_config.revision)
-        sources = sources_of(model, self._path, first)
-        self._weights = Weights(sources, device_of(model), self._group, self._extra.options, _log)
+        path, revision = model_config.model_path, model_config.revision
+        sources = self._files.sources(model, path, revision, is_first=not is_draft)
+        self._weights = Weights(sources, device_of(model), self._group, self._files.options, _log)
         if not is_draft:  # a draft gets some weights of the target model
             _check_loaded(model, model_config)
         return self._weights
 
     def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, Tensor]]:
         """Returns new weights for a running engine, in host memory."""
-        found = Source(self._path(source.model_or_path, source.revision), source.prefix)
-        return Weights([found], torch.device("cpu"), self._group, self._extra.options, _log).within()
+        found = Source(self._files.path(source.model_or_path, source.revision), source.prefix)
+        return Weights([found], torch.device("cpu"), self._group, self._files.options, _log).within()
 
     @property
     def _group(self) -> Any:
@@ -96,9 +86,6 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if self._weights is not None:
             self._weights.__exit__(type(error) if error is not None else None, error, None)
             self._weights = None
-
-    def _path(self, model: str, revision: str | None) -> str:
-        return path_of(model, revision, self.load_config, download_weights_from_hf)
 
 
 def _check_loaded(model: Any, model_config: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastload import LoadOptions, PerRank, SaveOptions, load, random_state
 from fastload import open as open_checkpoint
-from fastload.integrations.directory_save import DirectorySave, clear_pending
+from fastload.integrations.directory_save import REPLACED, DirectorySave, clear_pending
 from fastload.integrations.frameworks import (
     is_fastload_checkpoint,
     live_state,
@@ -296,7 +296,7 @@ def _adapters_of(model: Any) -> dict[str, str]:
 
 
 def _is_no_name(folder: str) -> bool:
-    return folder in (".", "..", TRAINING_STATE) or os.sep in folder
+    return folder in (".", "..", TRAINING_STATE, REPLACED) or os.sep in folder
 
 
 def named_weights(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,14 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastload.integrations.engines import (
-    Source,
+    ModelFiles,
     Start,
     Weights,
     device_of,
-    extra_of,
-    path_of,
     require_loaded,
-    sources_of,
     started_from,
 )
 
@@ -62,14 +59,13 @@ def _register_loader() -> None:
 
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config)
-            self._extra = extra_of(load_config.model_loader_extra_config)
-            self._download = _of_vllm("model_executor.model_loader.weight_utils", "download_weights_from_hf")
+            download = _of_vllm("model_executor.model_loader.weight_utils", "download_weights_from_hf")
+            self._files = ModelFiles(load_config, download)
             _of_vllm("distributed.parallel_state", "get_world_group")
 
         def download_model(self, model_config: Any) -> None:
             """Downloads the model, unless it is a directory or a URL."""
-            if not self._extra.weights:
-                self._path(_model(model_config), model_config.revision)
+            self._files.fetch(_model(model_config), model_config.revision)
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
             """Loads the weights into the model.
@@ -77,9 +73,8 @@ def _register_loader() -> None:
             Raises:
                 MismatchError: The checkpoint lacks some.
             """
-            sources = self._sources(model, model_config, at_start=not _is_draft(model_config))
             group = load_group(model_config, together=True)
-            with Weights(sources, device_of(model), group, self._extra.options, _vllm_log) as weights:
+            with self._open(model, model_config, group, is_first=not _is_draft(model_config)) as weights:
                 loaded = model.load_weights(weights)  # type: ignore[operator]
                 require_loaded(model, loaded, model_config)
             started_from[model] = Start(_model(model_config), frozenset(weights.names))
@@ -87,21 +82,13 @@ def _register_loader() -> None:
         def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             """Returns the weights for vLLM's ``reload_weights``, with the checkpoint open."""
             start = started_from.get(model)
-            at_start = start is not None and start.model == _model(model_config)
-            sources = self._sources(model, model_config, at_start=at_start)
-            group = load_group(model_config)
-            return Weights(sources, device_of(model), group, self._extra.options, _vllm_log).within()
+            is_first = start is not None and start.model == _model(model_config)
+            return self._open(model, model_config, load_group(model_config), is_first=is_first).within()
 
-        def _sources(self, model: nn.Module, model_config: Any, *, at_start: bool) -> list[Source]:
-            """Returns the sources of a model; the extra config names that of the engine's first model."""
-            if at_start and self._extra.weights:
-                first = self._extra.weights
-            else:
-                first = self._path(_model(model_config), model_config.revision)
-            return sources_of(model, self._path, first)
-
-        def _path(self, model: str, revision: str | None) -> str:
-            return path_of(model, revision, self.load_config, self._download)
+        def _open(self, model: nn.Module, model_config: Any, group: Any, *, is_first: bool) -> Weights:
+            path, revision = _model(model_config), model_config.revision
+            sources = self._files.sources(model, path, revision, is_first=is_first)
+            return Weights(sources, device_of(model), group, self._files.options, _vllm_log)
 
 
 def _register_backend() -> None:

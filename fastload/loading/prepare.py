@@ -238,8 +238,10 @@ class Job:
         before: Sequence[tuple[int, int]] = ()
         try:
             for in_place in self.pipeline.steps():
-                self.writer.count(before)  # from here on, no message of that round is sent from its memory
-                before = in_place
+                if self.pipeline.plan.exchanges:
+                    # From the next round on, no message of this one is sent from its memory.
+                    before, in_place = in_place, before
+                self.writer.count(in_place)
             self.writer.count(before)
         finally:
             self.writer.close()

@@ -10,13 +10,14 @@ The arithmetic is that of the libraries that wrote the weights, bit for bit:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -69,6 +70,13 @@ class QuantizedWeight(TensorEntry):
     def is_mxfp4(self) -> bool:
         """Whether it has 4-bit elements whose scales are powers of two, of one byte."""
         return self.is_packed and self.factor is None
+
+    def is_direct(self, dtype: torch.dtype) -> bool:
+        """Whether products become elements of a dtype without being rounded to the weight's before.
+
+        Those who wrote the weights round to it first, except for the ones of DeepSeek.
+        """
+        return self.scale.name.endswith("_scale_inv") or dtype == DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
@@ -285,11 +293,70 @@ class PackedPart(NamedTuple):
     box: Box | None
 
 
-class Dequantizer:
-    """Dequantises a box of a weight in place, once its bytes have arrived.
+class _Arrivals:
+    """Counts the bytes of a quantised box that have arrived.
 
-    Until then its quantised elements are at the end of the memory of the tensor. Rows are dequantised in
-    order, and none is written over elements that are still to be read, since they are no longer than it.
+    Args:
+        values_bytes: Length of its elements.
+        scale_bytes: Length of its scales.
+    """
+
+    def __init__(self, values_bytes: int, scale_bytes: int) -> None:
+        self._values_bytes = values_bytes
+        self._missing_bytes = values_bytes + scale_bytes
+        self._missing_scale_bytes = scale_bytes
+        self._end = 0
+        self._after_gaps: dict[int, int] = {}  # first byte → end
+
+    @property
+    def usable_bytes(self) -> int:
+        """Length of the first elements, without a gap, once their scales are there."""
+        if not self._missing_bytes:
+            return self._values_bytes
+        return 0 if self._missing_scale_bytes else self._end
+
+    def add(self, begin: int | None, nbytes: int) -> None:
+        """Counts elements; without the place of the first byte, none are usable before all are there."""
+        self._missing_bytes -= nbytes
+        if begin is not None:
+            self._after_gaps[begin] = begin + nbytes
+        while self._end in self._after_gaps:
+            self._end = self._after_gaps.pop(self._end)
+
+    def add_scale(self, nbytes: int) -> None:
+        """Counts scales."""
+        self._missing_bytes -= nbytes
+        self._missing_scale_bytes -= nbytes
+
+    def add_rest(self) -> None:
+        """Counts all that is missing."""
+        self._missing_bytes = 0
+
+
+class _Chunk(NamedTuple):
+    """Rows of stored elements that are dequantised at once.
+
+    Attributes:
+        matrix: Their matrix, by its index in the leading dimensions.
+        begin: The first row.
+        end: The row after the last one.
+        nbytes: Their length.
+        end_byte: The byte after the last one in the memory of all elements.
+    """
+
+    matrix: tuple[int, ...]
+    begin: int
+    end: int
+    nbytes: int
+    end_byte: int
+
+
+class Dequantizer:
+    """Dequantises a box of a weight in place, in chunks of rows, while its bytes arrive.
+
+    Until then its quantised elements are at the end of the memory of the tensor. They are no longer than it,
+    so a chunk is written over itself and earlier ones only. Chunks are taken from there in their order, and
+    then written in any order.
 
     Args:
         weight: The weight.
@@ -297,7 +364,7 @@ class Dequantizer:
         box: The box.
 
     Attributes:
-        parts: What has to be loaded.
+        parts: What has to be loaded: the elements, then their scales.
 
     Raises:
         MemoryError: The scales do not fit into memory.
@@ -326,10 +393,6 @@ class Dequantizer:
             scale = Box.whole(weight.scale.shape)
         elif len(weight.scale.shape) == 1:
             scale = Box(scale.offsets[:1], scale.sizes[:1])
-        dtype = DTYPES[weight.dtype][1]
-        # Those who wrote the weights round to it first, except for the ones of DeepSeek.
-        is_direct = weight.scale.name.endswith("_scale_inv") or tensor.dtype == dtype
-        self._dtype = None if is_direct else dtype
         self.parts = [
             _part(weight.values, values, _end_of(tensor, values.numel), tensor.device),
             _part(weight.scale, scale, None, tensor.device),
@@ -337,136 +400,146 @@ class Dequantizer:
         if weight.factor is not None:
             whole = Box.whole(weight.factor.shape)
             self.parts.append(_part(weight.factor, whole, None, tensor.device))
-        self._left_bytes = sum(part.memory.nbytes for part in self.parts)
-        self._is_done = False
+        scale_bytes = sum(part.memory.nbytes for part in self.parts[1:])
+        self._arrivals = _Arrivals(self.parts[0].memory.nbytes, scale_bytes)
+        self._chunks = self._cut()
+        self._next = next(self._chunks, None)
+        self._lock = Lock()
 
-    def count(self, nbytes: int) -> bool:
-        """Notes bytes that have arrived; returns whether they were the last ones."""
-        self._left_bytes -= nbytes
-        return not self._left_bytes
+    def count(self, entry: TensorEntry, begin: int | None, nbytes: int) -> int:
+        """Notes bytes of a part that have arrived; returns about how many chunks can be dequantised now.
+
+        Args:
+            entry: The tensor in the checkpoint.
+            begin: The first byte in the memory of the part; None if they are not adjacent there.
+            nbytes: Length in bytes.
+        """
+        with self._lock:
+            if entry is self.parts[0].entry:
+                self._arrivals.add(begin, nbytes)
+            else:
+                self._arrivals.add_scale(nbytes)
+            if not self._is_ready(self._next):
+                return 0
+            return 1 + (self._arrivals.usable_bytes - self._next.end_byte) // self._next.nbytes
 
     def finish(self) -> None:
-        """Dequantises the box, unless it is done."""
-        if not self._is_done:
-            self._is_done = True
-            self._run()
+        """Dequantises the rest, all of which has arrived."""
+        with self._lock:
+            self._arrivals.add_rest()
+        self.run()
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Dequantises chunks until no complete one is left. Several threads may do so at once.
+
+        Raises:
+            MemoryError: There is not enough for a chunk.
+        """
         is_inference = self._tensor.is_inference()
+        decoder: _RowDecoder | _TransposedDecoder | None = None
         with one_torch_thread(), torch.inference_mode() if is_inference else nullcontext():
-            scales = self._scales()
-            for index in product(*map(range, self._tensor.shape[:-2])):
-                target, values = self._tensor[index], self.parts[0].memory[index].flatten(1)
-                blocks = scales[index] if scales.dim() > 2 else scales
-                if self._weight.is_transposed:
-                    self._unpack_transposed(values, blocks, target)
-                else:
-                    self._dequantize(values, blocks, target)
+            while True:
+                with self._lock:
+                    chunk = self._next
+                    if not self._is_ready(chunk):
+                        return
+                    values = self.parts[0].memory[chunk.matrix].flatten(1)
+                    decoder = decoder or self._decoder(values)
+                    decoder.take(values[chunk.begin : chunk.end])
+                    self._next = next(self._chunks, None)
+                self._write(decoder, chunk)
 
-    def _unpack_transposed(self, values: Tensor, scales: Tensor, target: Tensor) -> None:
-        """Dequantises rows of bytes into columns of the target, some complete blocks at a time."""
-        block_bytes, num_columns = self._weight.block[1] // 2, len(values)
-        # Bytes are transposed rather than elements, which are four times as long. It is a copy, since the
-        # result is written over any of them.
-        columns = values.t().clone(memory_format=torch.contiguous_format)
-        blocks = columns.unflatten(0, (len(columns) // block_bytes, block_bytes))
-        scales = scales.t().contiguous().unsqueeze(1)
-        step = max(1, _rows_at_once(target) // (2 * block_bytes))
-        shape = step, block_bytes, num_columns
-        codes, pairs = (allocate(shape, torch.int32, target.device) for _ in range(2))
-        elements = allocate((step, block_bytes, 2, num_columns), torch.int16, target.device)
-        table, end = _mxfp4_table(target.device), 0
-        for first in range(0, len(blocks), step):
-            num_blocks = min(step, len(blocks) - first)
-            found, both, rows = codes[:num_blocks], pairs[:num_blocks], elements[:num_blocks]
-            found.copy_(blocks[first : first + step]).add_(scales[first : first + step])
-            torch.index_select(table, 0, found.view(-1), out=both.view(-1))
-            rows[:, :, 0].copy_(both)
-            rows[:, :, 1].copy_(both.bitwise_right_shift_(16))
-            decoded = rows.view(torch.bfloat16).flatten(0, 2)[0 if first else self._skipped :]
-            begin, end = end, min(len(target), end + len(decoded))
-            target[begin:end].copy_(decoded[: end - begin])
+    def _is_ready(self, chunk: _Chunk | None) -> TypeGuard[_Chunk]:
+        return chunk is not None and chunk.end_byte <= self._arrivals.usable_bytes
 
-    def _scales(self) -> Tensor:
-        """Returns the scales of the blocks as the decoder takes them, by row and column of the block."""
+    def _cut(self) -> Iterator[_Chunk]:
+        """Yields all chunks in the order of their bytes, each within one row of blocks."""
+        values, rows_of_block = self.parts[0].memory, self._weight.block[0]
+        lead, num_rows = values.shape[: self._tensor.dim() - 2], values.shape[self._tensor.dim() - 2]
+        row_bytes = values.nbytes // max(1, prod(lead) * num_rows)
+        step = num_rows if self._weight.is_transposed else _rows_at_once(self._tensor)
+        end_byte = 0
+        for index in product(*map(range, lead)) if values.nbytes else ():
+            end = 0
+            while end < num_rows:
+                begin, end = end, min(num_rows, end + step)
+                if rows_of_block > 1:
+                    block = (self._row + begin) // rows_of_block
+                    end = min(end, (block + 1) * rows_of_block - self._row)
+                nbytes = (end - begin) * row_bytes
+                end_byte += nbytes
+                yield _Chunk(index, begin, end, nbytes, end_byte)
+
+    def _decoder(self, values: Tensor) -> _RowDecoder | _TransposedDecoder:
+        if self._weight.is_transposed:
+            return _TransposedDecoder(self._weight, values)
+        return _RowDecoder(self._weight, values, min(len(values), _rows_at_once(self._tensor)))
+
+    def _write(self, decoder: _RowDecoder | _TransposedDecoder, chunk: _Chunk) -> None:
+        target = self._tensor[chunk.matrix]
+        if not self._weight.is_transposed:
+            target = target[chunk.begin : chunk.end]
+        decoder.write(target, self._scale(chunk), self._skipped)
+
+    def _scale(self, chunk: _Chunk) -> Tensor:
+        """Returns the scales of a chunk as the decoder takes them, by row and column of the block."""
         stored = self.parts[1].memory
+        if stored.numel() == 1:
+            stored = stored.view(1, 1)
+        elif stored.dim() == 1:
+            stored = stored.unsqueeze(1)
+        elif stored.dim() > 2:
+            stored = stored[chunk.matrix]
+        if len(stored) > 1:
+            rows_of_block = self._weight.block[0]
+            first = (self._row + chunk.begin) // rows_of_block - self._row // rows_of_block
+            stored = stored[first : first + -(-(chunk.end - chunk.begin) // rows_of_block)]
+        if stored.element_size() > 1:
+            return stored.float()
+        codes = stored.view(torch.uint8).to(torch.int32)
         if self._weight.is_mxfp4:
-            scale = stored.to(torch.int32).mul_(256)
-        elif stored.element_size() > 1:
-            scale = stored.float()
-        else:  # all 256 scales are computed: a lookup is faster than the conversions of torch
-            every = self._every_scale(torch.arange(256, dtype=torch.uint8, device=stored.device))
-            codes = stored.view(torch.uint8).to(torch.int32).view(-1)
-            scale = torch.index_select(every, 0, codes).view(stored.shape)
-        if scale.numel() == 1:
-            return scale.view(1, 1)
-        return scale.unsqueeze(1) if scale.dim() == 1 else scale
+            return codes.mul_(256)
+        return torch.index_select(self._every_scale, 0, codes.view(-1)).view(codes.shape)
 
-    def _every_scale(self, codes: Tensor) -> Tensor:
-        """Returns the scales of one byte in float32."""
-        weight, dtype = self._weight, self.parts[1].memory.dtype
-        if dtype == torch.uint8:
+    @cached_property
+    def _every_scale(self) -> Tensor:
+        """The float32 scale of each byte: a lookup is faster than the conversions of torch."""
+        weight, memory = self._weight, self.parts[1].memory
+        codes = torch.arange(256, dtype=torch.uint8, device=memory.device)
+        if memory.dtype == torch.uint8:
             return torch.pow(2.0, codes.to(torch.int32) - _EXPONENT_BIAS).float()
-        scale = codes.view(dtype)
+        scale = codes.view(memory.dtype)
         if weight.factor is None:
             return scale.float()
         factor = self.parts[2].memory.view(-1)
         is_inverse = weight.factor.name.endswith("_global_scale")
         return (scale.to(torch.bfloat16) / factor if is_inverse else scale.float() * factor.float()).float()
 
-    def _dequantize(self, values: Tensor, scales: Tensor, target: Tensor) -> None:
-        """Dequantises rows of elements in chunks, each within one row of blocks."""
-        (rows_of_block, columns_of_block), (num_rows, num_columns) = self._weight.block, target.shape
-        needed = slice(self._skipped, self._skipped + num_columns)
-        is_packed = self._weight.is_packed
-        step, end = _rows_at_once(target), 0
-        decoder = _ElementDecoder(values, step, self._weight)
-
-        def by_column(scale: Tensor) -> Tensor:
-            if is_packed or scale.shape[1] == 1:
-                return scale
-            return scale.repeat_interleave(columns_of_block, 1)[:, needed]
-
-        scale, last_block = scales, -1
-        while end < num_rows:
-            begin, end = end, min(num_rows, end + step)
-            if rows_of_block > 1:
-                block = (self._row + begin) // rows_of_block
-                end = min(end, (block + 1) * rows_of_block - self._row)
-                if block != last_block:
-                    scale, last_block = by_column(scales[[block - self._row // rows_of_block]]), block
-            else:
-                scale = by_column(scales[begin:end])
-            rows = decoder.decode(begin, end, scale)
-            if is_packed:
-                rows = rows[:, needed]
-            target[begin:end].copy_(rows if self._dtype is None else rows.to(self._dtype))
-
 
 def _rows_at_once(target: Tensor) -> int:
     """Returns the rows of a chunk, at least 1."""
-    num_rows, num_columns = target.shape
+    num_rows, num_columns = target.shape[-2:]
     elements = _CHUNK_ELEMENTS if target.is_cpu else _DEVICE_CHUNK_ELEMENTS
     return max(1, min(num_rows, elements // max(1, num_columns)))
 
 
-class _ElementDecoder:
-    """Dequantises FP8 and packed FP4 by table, one or two bytes at once, reusing its memory.
+class _RowDecoder:
+    """Dequantises rows of FP8 and packed FP4 by table, one or two bytes at once, reusing its memory.
 
-    The result is float32; of MXFP4 bfloat16, since its table has the products with all scales.
+    The elements become float32; those of MXFP4 bfloat16, since its table has the products with all scales.
 
     Args:
-        values: All rows; contiguous if they are not packed.
-        step: The most rows that are decoded at once.
         weight: The weight.
+        values: All rows of a matrix; contiguous if they are not packed.
+        most_rows: The most rows that are decoded at once.
     """
 
-    def __init__(self, values: Tensor, step: int, weight: QuantizedWeight) -> None:
+    def __init__(self, weight: QuantizedWeight, values: Tensor, most_rows: int) -> None:
         (_, num_columns), device, is_packed = values.shape, values.device, weight.is_packed
-        self._values, self._table, self._weight = values, None, weight
+        self._weight, self._table = weight, None
         dtype = torch.bfloat16 if weight.is_mxfp4 else torch.float32
-        self._rows = allocate((step, num_columns * (1 + is_packed)), dtype, device)
+        self._rows = allocate((most_rows, num_columns * (1 + is_packed)), dtype, device)
         if device.type != "cpu" and not is_packed:
             return
         width = 1
@@ -476,24 +549,80 @@ class _ElementDecoder:
             self._table = _fp8_table(values.dtype, 1)
         else:
             self._table, width = _fp8_table(values.dtype, 2), 2
-        self._values = values.view(torch.uint8 if width == 1 else torch.uint16)
-        self._codes = allocate((step, num_columns // width), torch.int32, device)
+        self._code_dtype = torch.uint8 if width == 1 else torch.uint16
+        self._codes = allocate((most_rows, num_columns // width), torch.int32, device)
 
-    def decode(self, begin: int, end: int, scale: Tensor) -> Tensor:
-        """Returns the elements of rows; they are overwritten by the next call."""
-        values, rows = self._values[begin:end], self._rows[: end - begin]
-        columns_of_block = self._weight.block[1]
+    def take(self, values: Tensor) -> None:
+        """Copies the rows to decode."""
         if self._table is None:
-            return rows.copy_(values).mul_(scale)
-        codes = self._codes[: end - begin].copy_(values)
-        if self._weight.is_mxfp4:
-            codes.unflatten(1, (-1, columns_of_block // 2)).add_(scale.unsqueeze(-1))
-        torch.index_select(self._table, 0, codes.view(-1), out=rows.view(self._table.dtype).view(-1))
-        if not self._weight.is_packed:
+            self._rows[: len(values)].copy_(values)
+        else:
+            self._codes[: len(values)].copy_(values.view(self._code_dtype))
+
+    def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
+        """Dequantises the rows taken last.
+
+        Args:
+            target: The rows to fill.
+            scale: Their scales.
+            skipped: Columns of the first block that the target does not have.
+        """
+        weight, rows, (num_rows, num_columns) = self._weight, self._rows[: len(target)], target.shape
+        columns_of_block, needed = weight.block[1], slice(skipped, skipped + num_columns)
+        if self._table is not None:
+            codes = self._codes[:num_rows]
+            if weight.is_mxfp4:
+                codes.unflatten(1, (-1, columns_of_block // 2)).add_(scale.unsqueeze(-1))
+            torch.index_select(self._table, 0, codes.view(-1), out=rows.view(self._table.dtype).view(-1))
+        if not weight.is_packed:
+            if scale.shape[1] > 1:
+                scale = scale.repeat_interleave(columns_of_block, 1)[:, needed]
             rows.mul_(scale)
-        elif not self._weight.is_mxfp4:
-            rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))
-        return rows
+        else:
+            if not weight.is_mxfp4:
+                rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))
+            rows = rows[:, needed]
+        target.copy_(rows if weight.is_direct(target.dtype) else rows.to(DTYPES[weight.dtype][1]))
+
+
+class _TransposedDecoder:
+    """Dequantises packed MXFP4 into columns of the target, reusing its memory.
+
+    Args:
+        weight: The weight.
+        values: All rows of a matrix, in bytes.
+    """
+
+    def __init__(self, weight: QuantizedWeight, values: Tensor) -> None:
+        num_columns, num_bytes = values.shape
+        self._block_bytes = weight.block[1] // 2
+        # Bytes are transposed rather than elements, which are four times as long.
+        self._bytes = allocate((num_bytes, num_columns), torch.uint8, values.device)
+        most_elements = _CHUNK_ELEMENTS if values.is_cpu else _DEVICE_CHUNK_ELEMENTS
+        step = max(1, min(num_bytes, most_elements // (2 * num_columns)) // self._block_bytes)
+        shape = step, self._block_bytes, num_columns
+        self._codes, self._pairs = (allocate(shape, torch.int32, values.device) for _ in range(2))
+        self._elements = allocate((step, self._block_bytes, 2, num_columns), torch.int16, values.device)
+
+    def take(self, values: Tensor) -> None:
+        """Copies the matrix to decode."""
+        self._bytes.copy_(values.t())
+
+    def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
+        """Dequantises the matrix taken last, some complete blocks at a time; as `_RowDecoder.write`."""
+        blocks = self._bytes.unflatten(0, (-1, self._block_bytes))
+        scales = scale.t().contiguous().unsqueeze(1)
+        table, step, end = _mxfp4_table(target.device), len(self._codes), 0
+        for first in range(0, len(blocks), step):
+            num_blocks = min(step, len(blocks) - first)
+            codes, pairs, rows = (each[:num_blocks] for each in (self._codes, self._pairs, self._elements))
+            codes.copy_(blocks[first : first + step]).add_(scales[first : first + step])
+            torch.index_select(table, 0, codes.view(-1), out=pairs.view(-1))
+            rows[:, :, 0].copy_(pairs)
+            rows[:, :, 1].copy_(pairs.bitwise_right_shift_(16))
+            decoded = rows.view(torch.bfloat16).flatten(0, 2)[0 if first else skipped :]
+            begin, end = end, min(len(target), end + len(decoded))
+            target[begin:end].copy_(decoded[: end - begin])
 
 
 @cache

@@ -11,14 +11,13 @@ from typing import Any
 from fastload.comm.hosts import host_of
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, ChecksumError
-from fastload.formats.manifest import Manifest
+from fastload.formats.manifest import Manifest, blocks_of_files
 from fastload.formats.names import NAMES, RECORD_NAME, SEAL_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.formats.seal import (
     Seal,
     SealableFile,
-    blocks_of_files,
     digest_of,
     is_single_file,
     location_of_seal,

@@ -163,7 +163,7 @@ class TensorWriter:
 
     Args:
         destinations: Everything that the rank wants, in order.
-        num_threads: Weights dequantised at once, while the next bytes arrive.
+        num_threads: Most threads that dequantise weights, while the next bytes arrive.
     """
 
     def __init__(self, destinations: Sequence[Destination], num_threads: int = 1) -> None:
@@ -178,6 +178,7 @@ class TensorWriter:
         self._devices = accelerators_of(d.tensor for d in self._destinations)
         # Between devices, chunks that could not be read are placed, too, before they are read again.
         self._counts = not self._devices and any(d.dequantizer is not None for d in self._destinations)
+        self._num_threads = num_threads
         self._workers = Workers(num_threads, "fastload-dequantize")
         self._begun: list[Future[None]] = []
 
@@ -220,7 +221,7 @@ class TensorWriter:
         self.count([(start, data.numel())])
 
     def count(self, in_place: Sequence[tuple[int, int]]) -> None:
-        """Begins to dequantise the weights that are complete now.
+        """Begins to dequantise what is there of weights now.
 
         Args:
             in_place: (start, length) of byte ranges that were read or received into their tensors, and that
@@ -228,9 +229,13 @@ class TensorWriter:
         """
         for start, nbytes in in_place if self._counts else ():
             for index, begin, end in self._wanted.cut(start, nbytes):
-                dequantizer = self._destinations[index].dequantizer
-                if dequantizer is not None and dequantizer.count(end - begin):
-                    self._begun.append(self._workers.submit(dequantizer.finish))
+                one = self._destinations[index]
+                if one.dequantizer is None:
+                    continue
+                at = begin if one.piece is None else None
+                num_chunks = one.dequantizer.count(one.entry, at, end - begin)
+                for _ in range(min(num_chunks, self._num_threads)):
+                    self._begun.append(self._workers.submit(one.dequantizer.run))
 
     def close(self) -> None:
         """Waits for the weights that are being dequantised.

@@ -22,11 +22,10 @@ from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, IncompleteCheckpoint
-from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.manifest import FileEntry, Manifest, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.formats.reading import url_of
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.formats.seal import blocks_of_files
 from fastload.loading.access import Access
 from fastload.loading.prepare import LoadStart, Opened
 from fastload.loading.session import Session

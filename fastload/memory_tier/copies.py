@@ -1,10 +1,16 @@
-"""Copies of each rank's share on other hosts, sent while training continues."""
+"""Copies of each rank's share on other hosts: where they are placed, and how they get there.
+
+As in Gemini (Wang et al., SOSP 2023): the hosts form groups of as many hosts as copies, and each host of a
+group has the shares of all of them. Hosts that are left over form one ring with the last group, in which each
+host has the shares of the hosts before it. The copies are sent while training continues.
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -13,22 +19,106 @@ from torch import Tensor
 from fastload.base.memory import host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
-from fastload.memory_tier.groups import CopyPlan
-from fastload.saving.exchange import BufferRing, MessageExchange
+from fastload.saving.exchange import BufferRing, MessageExchange, connect
 from fastload.saving.layout import FileRange
 from fastload.storage.memory_target import MemoryTarget
-from fastload.transfer.links import Wire, accept_offers
 
 _PLACE = "copied"  # where in the store
 _NUM_OUTGOING = 2  # messages in flight, to all targets
 _NUM_AHEAD = 2  # parts received ahead from each source
 
 
-class _Copy(NamedTuple):
-    """A range of a file on its way from one host to another."""
+# Placement. Pure: the same on every rank
 
-    sender: int
-    writer: int
+
+def hosts_with_copies(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
+    """Returns for each host the hosts that have a copy of its share, itself first.
+
+    Args:
+        num_hosts: Number of hosts.
+        num_copies: Copies of each share; with fewer hosts, one on each.
+    """
+    copies = min(num_copies, num_hosts)
+    num_groups = num_hosts // copies
+    in_groups = num_hosts if num_hosts % copies == 0 else (num_groups - 1) * copies
+    found = []
+    for host in range(num_hosts):
+        first, size = (
+            (host // copies * copies, copies) if host < in_groups else (in_groups, num_hosts - in_groups)
+        )
+        found.append(tuple(first + (host - first + ahead) % size for ahead in range(copies)))
+    return found
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """The copies that one rank sends and receives.
+
+    Attributes:
+        targets: Ranks on other hosts that it sends its share to.
+        sources: Ranks on other hosts that it receives the shares of, ascending.
+        held: Ranks whose shares its host has, ascending.
+        leads: Whether it is the first rank of its host.
+        num_hosts: Number of hosts.
+    """
+
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+    held: tuple[int, ...]
+    leads: bool
+    num_hosts: int
+
+
+def plan_copies(directories: Sequence[tuple[str, str]], rank: int, num_copies: int) -> CopyPlan:
+    """Returns the copies of a rank: it sends its share to one rank of each host that is to have a copy.
+
+    A host is a directory in memory. Several hosts on one machine, such as containers with their own memory,
+    are lost together. So they are not neighbours as long as there are other machines.
+
+    Args:
+        directories: Machine and directory of each rank.
+        rank: The rank.
+        num_copies: As for `hosts_with_copies`.
+    """
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for member, directory in enumerate(directories):
+        ranks_of.setdefault(directory, []).append(member)
+    hosts = _alternate_machines(list(ranks_of))
+    copies = hosts_with_copies(len(hosts), num_copies)
+    sends: dict[int, tuple[int, ...]] = {}
+    held: list[int] = []
+    for number, host in enumerate(hosts):
+        others = [ranks_of[hosts[other]] for other in copies[number][1:]]
+        for local, member in enumerate(ranks_of[host]):
+            sends[member] = tuple(ranks[local % len(ranks)] for ranks in others)
+        if hosts.index(directories[rank]) in copies[number]:
+            held += ranks_of[host]
+    return CopyPlan(
+        targets=sends[rank],
+        sources=tuple(member for member, targets in sorted(sends.items()) if rank in targets),
+        held=tuple(sorted(held)),
+        leads=ranks_of[directories[rank]][0] == rank,
+        num_hosts=len(hosts),
+    )
+
+
+def _alternate_machines(hosts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Orders hosts so that neighbours are on different machines, as far as possible."""
+    num_on_machine: dict[str, int] = {}
+    order = []
+    for number, (machine, _) in enumerate(hosts):
+        order.append((num_on_machine.setdefault(machine, 0), number))
+        num_on_machine[machine] += 1
+    return [hosts[number] for _, number in sorted(order)]
+
+
+# Exchange
+
+
+class _Copy(NamedTuple):
+    """A range of a file on its way to or from another rank."""
+
+    peer: int
     name: str
     begin: int
     end: int
@@ -45,7 +135,7 @@ def send_copies(
     copies: CopyPlan,
     parts: Sequence[FileRange],
     names: Sequence[str],
-) -> int:
+) -> None:
     """Sends this rank's share to other hosts, and writes the shares that it receives.
 
     The share is read back from the memory tier, since the training's state may have changed.
@@ -58,81 +148,63 @@ def send_copies(
         parts: The ranges that this rank has written.
         names: Names of the files.
 
-    Returns:
-        Number of bytes received.
-
     Raises:
         FastloadError: Some rank failed.
     """
     what = f"{what}: sending copies"
-    wire = Wire(world, range(world.size), {*copies.targets, *copies.sources})
-    try:
+    packed = zlib.compress(json.dumps(parts).encode(), level=1)
 
-        def offer() -> object:
-            if copies.targets:
-                world.show_bytes(what, _PLACE, zlib.compress(json.dumps(parts).encode(), level=1))
-            return wire.offer()
+    def show() -> None:
+        if copies.targets:
+            world.show_bytes(what, _PLACE, packed)
 
-        accept_offers(world, what, wire, world.agree(what, offer))
-    except BaseException:
-        wire.close(keep=False)
-        raise
-    own = [
-        _Copy(world.rank, writer, names[file], begin, end)
-        for file, begin, end in parts
-        for writer in copies.targets
-    ]
-    exchange = _CopyExchange(world, wire, target, own)
+    wire, _ = connect(world, what, {*copies.targets, *copies.sources}, show, sends=bool(copies.targets))
+    assert wire is not None
+    outgoing = [_Copy(rank, *part) for part in _named(parts, names) for rank in copies.targets]
+    buffers = BufferRing(_NUM_OUTGOING, [copy.nbytes for copy in outgoing], pinned=False)
+
+    def read(number: int) -> Tensor:
+        copy = outgoing[number]
+        data = buffers.get(number)[: copy.nbytes]
+        target.read(copy.name, copy.begin, host_view(data))
+        return data
+
+    writers = [copy.peer for copy in outgoing]
+    exchange = MessageExchange(world, wire, writers, read, num_outgoing=_NUM_OUTGOING)
+
+    def move() -> None:
+        incoming = [_copies_of(world, what, source, names) for source in copies.sources]
+        for of_source in incoming:
+            target.reserve((copy.name, copy.begin, copy.end) for copy in of_source)
+        exchange.open()
+        _receive(exchange, incoming, target)
+        exchange.finish()
+
     try:
-        return world.settle(what, lambda: exchange.run(what, copies.sources, names))[world.rank]
+        world.settle(what, move)
     finally:
         exchange.close()
 
 
-class _CopyExchange:
-    """One rank's copies, outgoing and incoming.
+def _receive(exchange: MessageExchange, incoming: Sequence[Sequence[_Copy]], target: MemoryTarget) -> None:
+    """Receives the copies of each source, and writes them."""
+    # One part of each source at a time, as each source sends one to each of its targets in turn.
+    batches = [[copy for copy in batch if copy is not None] for batch in zip_longest(*incoming)]
+    messages = [[(copy.peer, copy.nbytes) for copy in batch] for batch in batches]
+    lengths = [sum(copy.nbytes for copy in batch) for batch in batches]
+    buffers = BufferRing(_NUM_AHEAD, lengths, pinned=False)
+    received = exchange.receive(messages, buffers, num_ahead=_NUM_AHEAD)
+    for batch, (arrived, data) in zip(batches, received, strict=True):
+        exchange.wait(arrived, "copies of other hosts' shares")
+        for copy, content in zip(batch, data, strict=True):
+            target.write(copy.name, copy.begin, host_view(content))
 
-    Args:
-        world: The ranks.
-        wire: Connections to the other ranks; closed in the end.
-        target: This host's part of the checkpoint.
-        outgoing: Copies for other ranks, in order.
-    """
 
-    def __init__(self, world: World, wire: Wire, target: MemoryTarget, outgoing: Sequence[_Copy]) -> None:
-        self._world = world
-        self._target = target
-        self._buffers = BufferRing(_NUM_OUTGOING, [copy.nbytes for copy in outgoing], pinned=False)
-        self._exchange = MessageExchange(world, wire, outgoing, self._read, num_buffers=_NUM_OUTGOING)
+def _copies_of(world: World, what: str, source: int, names: Sequence[str]) -> list[_Copy]:
+    packed = require_left(what, world.take_bytes(what, _PLACE, source, keep=True), source)
+    parts = json.loads(zlib.decompress(packed))
+    return [_Copy(source, *part) for part in _named(parts, names)]
 
-    def run(self, what: str, sources: Sequence[int], names: Sequence[str]) -> int:
-        """Sends and receives all; returns the number of bytes received."""
-        incoming = [self._copies_of(what, source, names) for source in sources]
-        for copies in incoming:
-            self._target.reserve((copy.name, copy.begin, copy.end) for copy in copies)
-        self._exchange.open()
-        # One part of each source at a time, as each source sends one to each of its targets in turn.
-        batches = [[copy for copy in batch if copy is not None] for batch in zip_longest(*incoming)]
-        lengths = [sum(copy.nbytes for copy in batch) for batch in batches]
-        buffers = BufferRing(_NUM_AHEAD, lengths, pinned=False)
-        received = self._exchange.receive(batches, buffers, num_ahead=_NUM_AHEAD)
-        for batch, (arrived, data) in zip(batches, received, strict=True):
-            self._exchange.wait(arrived, "copies of other hosts' shares")
-            for copy, content in zip(batch, data, strict=True):
-                self._target.write(copy.name, copy.begin, host_view(content))
-        self._exchange.finish()
-        return sum(lengths)
 
-    def close(self) -> None:
-        """Closes the connections."""
-        self._exchange.close()
-
-    def _copies_of(self, what: str, source: int, names: Sequence[str]) -> list[_Copy]:
-        packed = require_left(what, self._world.take_bytes(what, _PLACE, source, keep=True), source)
-        ranges = json.loads(zlib.decompress(packed))
-        return [_Copy(source, self._world.rank, names[file], begin, end) for file, begin, end in ranges]
-
-    def _read(self, copy: _Copy, number: int) -> Tensor:
-        data = self._buffers.get(number)[: copy.nbytes]
-        self._target.read(copy.name, copy.begin, host_view(data))
-        return data
+def _named(parts: Sequence[Sequence[int]], names: Sequence[str]) -> list[tuple[str, int, int]]:
+    return [(names[file], begin, end) for file, begin, end in parts]

@@ -12,9 +12,9 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import Any
 
-from fastload.base.memory import allocate_staging, host_view
+from fastload.base.memory import host_view
 from fastload.base.threads import Task
-from fastload.comm.world import World
+from fastload.comm.world import World, join_parts, split_parts
 from fastload.errors import ChecksumError, FastloadError, Interrupted, StorageError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
@@ -23,6 +23,7 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.memory_tier.manifest import ShareTable
 from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_file, read_table
 from fastload.options import LoadOptions, SaveOptions
+from fastload.saving.exchange import BufferRing
 from fastload.saving.layout import FileRange, Layout, LayoutFile
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockHasher, PartWriter
@@ -186,11 +187,11 @@ def _share_tables(
         with closing(_storage(world, folder, found)) as storage:
             manifest, (text, table) = read_manifest(storage), read_table(storage, found)
         files = [(file.name, file.nbytes) for file in manifest.files if file.name not in table.whole]
-        return b"\n".join([json.dumps(files).encode(), text])
+        return join_parts([json.dumps(files).encode(), text])
 
-    packed, _, text = world.share(what, source, read).partition(b"\n")
+    packed, text = split_parts(world.share(what, source, read))
     files = [(name, nbytes) for name, nbytes in json.loads(packed)]
-    return files, ShareTable.parse(text, found.table, what)
+    return files, ShareTable.parse(text, found.manifest.table, what)
 
 
 def _deal(
@@ -296,12 +297,11 @@ class _HostParts:
         self._versions = {file.name: file.version for file in manifest.files}
         self._names = names
         self._parts = parts
-        longest = max((part.nbytes for part in parts), default=0)
-        self._buffers = [allocate_staging(longest, pinned=False) for _ in range(self.depth)]
+        self._buffers = BufferRing(self.depth, [part.nbytes for part in parts], pinned=False)
 
     def part(self, index: int) -> memoryview:
         file, begin, end = self._parts[index]
-        data = host_view(self._buffers[index % self.depth][: end - begin])
+        data = host_view(self._buffers.get(index)[: end - begin])
         name = self._names[file]
         self._storage.read_into(name, begin, [data], self._versions[name])
         return data

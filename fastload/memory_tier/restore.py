@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -44,40 +44,37 @@ class InMemoryCheckpoint:
 
     Attributes:
         name: Its name.
-        branch: With `step`, its place in the history of the run.
-        step: Its step.
-        nbytes: Length of all files.
-        num_shares: Number of its shares.
-        table: xxh3-128 of its `ShareTable`.
-        missing: Numbers of the shares that no host has.
+        manifest: The manifest on one of the hosts.
         holders: Rank → the shares on its host.
     """
 
     name: str
-    branch: int
-    step: int
-    nbytes: int
-    num_shares: int
-    table: str
-    missing: tuple[int, ...]
+    manifest: HostManifest
     holders: Mapping[int, tuple[int, ...]]
 
     @property
+    def step(self) -> int:
+        """Its step."""
+        return self.manifest.step
+
+    @property
     def point(self) -> tuple[int, int]:
-        """Branch and step."""
-        return self.branch, self.step
+        """Its place in the history of the run: branch and step."""
+        return self.manifest.branch, self.manifest.step
 
     @property
     def is_complete(self) -> bool:
         """Whether the hosts have all shares."""
-        return not self.missing
+        return not self.problem
 
     @property
     def problem(self) -> str:
-        """Names the missing shares; empty if it is complete."""
-        if self.is_complete:
-            return ""
-        return f"{len(self.missing)} of the {self.num_shares} shares of step {self.step} are on no host"
+        """Names the number of missing shares; empty if it is complete."""
+        shares = self.manifest.shares
+        missing = set(shares).difference(*self.holders.values())
+        return f"{len(missing)} of the {len(shares)} shares of step {self.step} are on no host" * bool(
+            missing
+        )
 
 
 def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoint]:
@@ -87,22 +84,22 @@ def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoin
         FastloadError: Some rank could not read its host's manifests.
     """
 
-    def look() -> dict[str, Any]:
-        manifests = {name: HostManifest.parse(text) for name, text in folder.records().items()}
-        return {name: asdict(each) for name, each in manifests.items() if each is not None}
+    def look() -> dict[str, str]:
+        return {name: text.decode() for name, text in folder.records().items() if HostManifest.parse(text)}
 
-    manifests = world.agree(what, look)
-    found = []
-    for name in {name for of_rank in manifests for name in of_rank}:
-        first = next(of_rank[name] for of_rank in manifests if name in of_rank)
-        shares = first["shares"]
-        holders = {
-            rank: tuple(of_rank[name]["held"]) for rank, of_rank in enumerate(manifests) if name in of_rank
-        }
-        missing = tuple(sorted(set(shares).difference(*holders.values())))
-        facts = (first["branch"], first["step"], first["nbytes"], len(shares), first["table"])
-        found.append(InMemoryCheckpoint(name, *facts, missing, holders))
-    return sorted(found, key=lambda each: (each.branch, each.step, each.name))
+    manifests: dict[str, dict[int, HostManifest]] = {}
+    for rank, texts in enumerate(world.agree(what, look)):
+        for name, text in texts.items():
+            manifest = HostManifest.parse(text.encode())
+            assert manifest is not None
+            manifests.setdefault(name, {})[rank] = manifest
+    found = [
+        InMemoryCheckpoint(
+            name, next(iter(of_rank.values())), {rank: manifest.held for rank, manifest in of_rank.items()}
+        )
+        for name, of_rank in manifests.items()
+    ]
+    return sorted(found, key=lambda each: (each.point, each.name))
 
 
 def load(
@@ -196,7 +193,7 @@ def _open(
             access.readers[0],
             lambda: read_table(access.storage, found)[0],
         )
-        table = ShareTable.parse(packed, found.table, manifest.url)
+        table = ShareTable.parse(packed, found.manifest.table, manifest.url)
         holders = _holders(manifest, table, found, access.readers, damage)
         if lacking := holders.lacking(manifest.extents):
             raise IncompleteCheckpoint(
@@ -222,7 +219,7 @@ def read_table(storage: PatientStorage, found: InMemoryCheckpoint) -> tuple[byte
         CheckpointError: It is missing or damaged.
     """
     text = read_file(storage, TABLE_NAME)
-    return text, ShareTable.parse(text, found.table, f"{storage.url}/{TABLE_NAME}")
+    return text, ShareTable.parse(text, found.manifest.table, f"{storage.url}/{TABLE_NAME}")
 
 
 def read_file(storage: PatientStorage, name: str) -> bytes:

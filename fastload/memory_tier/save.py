@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
+from fastload.comm.world import join_parts, split_parts
 from fastload.formats.names import RECORD_NAME
-from fastload.memory_tier.copies import send_copies
-from fastload.memory_tier.groups import CopyPlan, plan_copies
+from fastload.memory_tier.copies import CopyPlan, plan_copies, send_copies
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
-from fastload.saving.agree import agree
 from fastload.saving.call import SaveCall
-from fastload.saving.commit import commit
 from fastload.saving.plan import SavePlan
-from fastload.saving.save import BegunSave, until_the_end
-from fastload.saving.write import open_pending, write
+from fastload.saving.save import BegunSave, finishing
+from fastload.saving.write import commit, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
 from fastload.storage.memory_target import HostPart, MemoryTarget, Published
@@ -26,23 +24,15 @@ from fastload.storage.memory_target import HostPart, MemoryTarget, Published
 
 @dataclass(frozen=True)
 class TierSaveReport:
-    """What one rank did in a save to memory.
+    """How long one rank took for a save to memory.
 
     Attributes:
         step: Its step.
-        nbytes: Length of all files.
-        share_bytes: Length of this rank's share.
-        copied_bytes: Bytes received from other hosts.
-        num_hosts: Number of hosts.
         stall_s: Seconds that training was blocked.
         total_s: Seconds from the call until the checkpoint existed.
     """
 
     step: int
-    nbytes: int
-    share_bytes: int
-    copied_bytes: int
-    num_hosts: int
     stall_s: float
     total_s: float
 
@@ -90,33 +80,32 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
     Raises:
         FastloadError: The checkpoint exists on no host; the same error on all ranks.
     """
-    world, target, agreed = call.world, call.target, begun.agreed
-    with until_the_end(begun), world.together():
-        if agreed is None:
-            _, agreed = agree(call, lambda: begun.plan.state, went_on=True)
+    world, target = call.world, call.target
+    with finishing(call, begun) as agreed:
         # Blocks that begin in the share are written completely, so that they can be verified.
         share = replace(begun.plan.share, tails=frozenset())
         plan = replace(begun.plan, share=share)
         copies = plan_copies(call.directories, world.rank, call.num_copies)
         names = [file.name for file in plan.state.layout.files]
         target.expect(_host_part(call, plan, copies, names))
-        written = write(call, plan, begun.snapshot, open_pending(call, plan))
-        copied_bytes = 0
+        written = write(call, plan, begun.snapshot)
         if copies.num_hosts > 1 and call.num_copies > 1:
-            copied_bytes = send_copies(world, call.what, target, copies, share.parts, names)
+            send_copies(world, call.what, target, copies, share.parts, names)
 
         def publish() -> bytes:
             commit(call, plan, written, agreed.metadata)
             assert target.published is not None
             return _pack(target.published)
 
-        published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
-        nbytes = plan.state.layout.nbytes
-        manifest = _host_manifest(call, nbytes, published, copies).to_bytes()
+        packed = world.share(f"{call.what}: recording", plan.group.leader, publish)
+        small_names, *contents = split_parts(packed)
+        small_files = dict(zip(json.loads(small_names), contents, strict=True))
+        nbytes, table = plan.state.layout.nbytes, small_files[TABLE_NAME]
+        manifest = _host_manifest(call, nbytes, table, copies).to_bytes()
 
         def record() -> None:
             if copies.leads:
-                call.job.record(call.name, published.small_files, manifest)
+                call.job.record(call.name, list(small_files.items()), manifest)
 
         world.agree(f"{call.what}: recording", record)
         world.acknowledge()
@@ -124,15 +113,8 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         call.job.retire(call.name)
     assert begun.stall_s is not None
     assert begun.snapshot is not None
-    return TierSaveReport(
-        call.step,
-        nbytes,
-        sum(part.nbytes for part in share.parts),
-        copied_bytes,
-        copies.num_hosts,
-        begun.stall_s + begun.snapshot.waited_s,
-        time.perf_counter() - call.began,
-    )
+    stall_s = begun.stall_s + begun.snapshot.waited_s
+    return TierSaveReport(call.step, stall_s, time.perf_counter() - call.began)
 
 
 def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> HostPart:
@@ -148,11 +130,11 @@ def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequ
     )
 
 
-def _host_manifest(call: TierSaveCall, nbytes: int, published: Published, copies: CopyPlan) -> HostManifest:
-    shares = tuple(number for number, files in enumerate(published.written) if files)
+def _host_manifest(call: TierSaveCall, nbytes: int, table: bytes, copies: CopyPlan) -> HostManifest:
+    digest = xxhash.xxh3_128_hexdigest(table)
+    shares = sorted(ShareTable.parse(table, digest, call.what).shares)
     held = tuple(number for number in copies.held if number in shares)
-    [table] = [content for name, content in published.small_files if name == TABLE_NAME]
-    return HostManifest(call.branch, call.step, nbytes, shares, held, xxhash.xxh3_128_hexdigest(table))
+    return HostManifest(call.branch, call.step, nbytes, tuple(shares), held, digest)
 
 
 def _pack(published: Published) -> bytes:
@@ -160,18 +142,8 @@ def _pack(published: Published) -> bytes:
     shares = {
         number: {name: [(begin, end) for begin, end in ranges] for name, ranges in files.items()}
         for number, files in enumerate(published.written)
+        if files
     }
     whole = tuple(name for name, _ in published.small_files if name != RECORD_NAME)
     files = [*published.small_files, (TABLE_NAME, ShareTable(shares, whole).to_bytes())]
-    head = json.dumps([published.written, [(name, len(content)) for name, content in files]]).encode()
-    return b"".join([head, b"\n", *(content for _, content in files)])
-
-
-def _unpack(packed: bytes) -> Published:
-    head, _, contents = packed.partition(b"\n")
-    written, lengths = json.loads(head)
-    files, position = [], 0
-    for name, nbytes in lengths:
-        files.append((name, contents[position : position + nbytes]))
-        position += nbytes
-    return Published(written, files)
+    return join_parts([json.dumps([name for name, _ in files]).encode(), *(content for _, content in files)])

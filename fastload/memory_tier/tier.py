@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
 import xxhash
 
@@ -35,18 +36,6 @@ LEFT_S = 24 * 3600.0
 _ELEMENT_BYTES = 16  # blocks of shares must end between elements
 
 
-class CheckpointStore(Protocol):
-    """The checkpoints of a job on storage."""
-
-    def target(self, step: int) -> Target:
-        """Opens write access to the checkpoint of a step."""
-        ...
-
-    def newest(self) -> tuple[int, int] | None:
-        """Returns branch and step of the newest complete checkpoint, or None."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TierJob:
     """The job that a memory tier belongs to.
@@ -60,7 +49,8 @@ class TierJob:
         options: How to save to storage.
         incarnation: A random name of this start of the job.
         run: The random name of the run, 16 hex digits.
-        store: The checkpoints on storage.
+        open_target: Opens write access to the checkpoint of a step on storage.
+        find_newest: Returns branch and step of the newest complete checkpoint on storage, or None.
     """
 
     world: World
@@ -71,7 +61,23 @@ class TierJob:
     options: SaveOptions
     incarnation: str
     run: str
-    store: CheckpointStore
+    open_target: Callable[[int], Target]
+    find_newest: Callable[[], tuple[int, int] | None]
+
+    @property
+    def tier_options(self) -> SaveOptions:
+        """How to save to memory: all ranks write, nothing is reported."""
+        options = self.options
+        return replace(
+            options,
+            writers="all",
+            shared=True,
+            overwrite=True,
+            check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
+            trace=None,
+            on_report=None,
+            progress=None,
+        )
 
 
 class TierSave:
@@ -163,12 +169,13 @@ class MemoryTier:
         self._job = job
         self._folder = folder
         self._directories = directories
-        self._options = _tier_options(job.options)
         self._num_begun = 0
         self._has_failed = False  # the last save; the first failure is a warning
         self._buffers = BufferPool(1)
-        self._units: dict[int, int | None] = {}
-        self._admissions = _Admissions(job.world)
+        self._unit = cache(partial(_unit, job.open_target))
+        what = "waiting for rank 0: has the last save to memory ended?"
+        self._decisions = Decisions(job.world, "memory", what)
+        self._asked = -1, False  # the last step, and whether a save could begin at it
         self.emergency = EmergencyFlush(self._join("flushing the memory tier to storage"), self._flush)
 
     @property
@@ -181,10 +188,12 @@ class MemoryTier:
 
         All ranks call it at the same steps. A repeated call for a step returns the same.
         """
-        return self._admissions.admits(step, is_idle=self.last is None or self.last.done())
+        if step != self._asked[0]:
+            self._asked = step, self._decisions.share(lambda: self.last is None or self.last.done())
+        return self._asked[1]
 
     def _join(self, what: str) -> World:
-        return join(self._job.group, call=what, timeout_s=self._options.timeout_s)
+        return join(self._job.group, call=what, timeout_s=self._job.options.timeout_s)
 
     def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> TierSave:
         """Copies this rank's share of a state, which may change afterwards; saves it in the background.
@@ -200,16 +209,15 @@ class MemoryTier:
         """
         began = time.perf_counter()
         self.settle()
-        self._admissions.save_begins()
         self._num_begun += 1
         name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
         world = self._join(f"saving step {step} to memory")
         call = TierSaveCall(
             world,
-            self._job.root / f"step_{step:08d}",
+            self._job.root,
             metadata=metadata,
             storage_options=None,
-            options=self._options,
+            options=self._job.tier_options,
             raise_earlier=None,
             tracing=Tracing(world, None),
             began=began,
@@ -276,14 +284,6 @@ class MemoryTier:
         except FastloadError as error:
             _log.warning("cannot remove old in-memory checkpoints: %s", error)
 
-    def _unit(self, largest_bytes: int) -> int | None:
-        """Returns the unit in which storage cuts files; None if storage does not answer."""
-        if largest_bytes not in self._units:
-            self._units[largest_bytes] = None
-            with suppress(FastloadError), closing(self._job.store.target(0)) as target:
-                self._units[largest_bytes] = target.align_bytes(largest_bytes)
-        return self._units[largest_bytes]
-
     def _flush(self, world: World) -> None:
         """Writes the newest checkpoint to storage, if storage has none as new; on all ranks.
 
@@ -291,15 +291,15 @@ class MemoryTier:
             FastloadError: It failed.
         """
         self.settle()
-        store, what = self._job.store, "flushing the memory tier to storage"
+        job, what = self._job, "flushing the memory tier to storage"
         complete = [found for found in survey(world, what, self._folder) if found.is_complete]
-        [newest, *_] = world.agree(what, lambda: store.newest() if world.rank == 0 else None)
+        [newest, *_] = world.agree(what, lambda: job.find_newest() if world.rank == 0 else None)
         if not complete or (newest is not None and tuple(newest) >= complete[-1].point):
             return
         found = complete[-1]
-        if self._job.options.shared is False:
-            raise StorageError("with shared=False each host has its own copy there", url=self._job.root.url)
-        flush(world, self._folder, found, lambda: store.target(found.step), self._job.options)
+        if job.options.shared is False:
+            raise StorageError("with shared=False each host has its own copy there", url=job.root.url)
+        flush(world, self._folder, found, partial(job.open_target, found.step), job.options)
         self.flushed = found.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", found.step)
@@ -315,42 +315,8 @@ class MemoryTier:
             _close(self._folder, remove=remove)
 
 
-class _Admissions:
-    """Rank 0's decisions whether a save can begin."""
-
-    def __init__(self, world: World) -> None:
-        self._decisions = Decisions(world, "memory", "waiting for rank 0: has the last save to memory ended?")
-        self._step = -1
-        self._is_admitted = False
-        self._num_read = 0  # decisions before the last save
-
-    def admits(self, step: int, *, is_idle: bool) -> bool:
-        """Returns rank 0's decision for a step.
-
-        Args:
-            step: The step.
-            is_idle: Whether the last save has ended on this rank.
-        """
-        if step != self._step:
-            # Once the last save has ended, all ranks have read the decisions before it.
-            num_read = self._num_read if is_idle else 0
-            self._step, self._is_admitted = step, self._decisions.share(lambda: is_idle, num_read=num_read)
-        return self._is_admitted
-
-    def save_begins(self) -> None:
-        """Notes that all ranks begin a save."""
-        self._num_read = self._decisions.num_made
-
-
-def _tier_options(options: SaveOptions) -> SaveOptions:
-    """Returns the options of a save to memory: all ranks write, nothing is reported."""
-    return replace(
-        options,
-        writers="all",
-        shared=True,
-        overwrite=True,
-        check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
-        trace=None,
-        on_report=None,
-        progress=None,
-    )
+def _unit(open_target: Callable[[int], Target], largest_bytes: int) -> int | None:
+    """Returns the unit in which storage cuts files; None if storage does not answer."""
+    with suppress(FastloadError), closing(open_target(0)) as target:
+        return target.align_bytes(largest_bytes)
+    return None

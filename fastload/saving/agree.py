@@ -1,16 +1,29 @@
-"""Agreement of the ranks on what they save, which rank holds which bytes, and on which host."""
+"""The state of each rank, and the agreement of the ranks on what they save.
+
+A rank takes its state apart into tensors in a layout of files, and everything else as plain values. The ranks
+agree on the state, on which rank holds which bytes, and on which host.
+"""
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from fastload.base.memory import uncollected
 from fastload.comm.failures import require_same
-from fastload.errors import PlanMismatch
+from fastload.comm.group import members_of
+from fastload.comm.world import World
+from fastload.errors import OptionError, PlanMismatch, first_lines
+from fastload.formats.dtypes import safetensors_spec
+from fastload.formats.encoder import encode_state
+from fastload.geometry.box import Box
+from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
+from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
     StateContent,
@@ -19,13 +32,114 @@ from fastload.saving.compare import (
     digest_by_holders,
     digest_shards,
     require_same_content,
+    small_tensors,
 )
-from fastload.saving.describe import RankState, lay_out_files
-from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge
+from fastload.saving.layout import Layout, TensorSpec, lay_out_files
+from fastload.saving.merge import gather_states
+from fastload.saving.per_rank import pack_own
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # likewise, if the bytes have to be sent to the writer
+
+_last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state that one rank is about to save.
+
+    Attributes:
+        content: The structure of the state, and what else the ranks compare.
+        layout: The files.
+        reader: Reads this rank's tensors.
+        own: This rank's own values, packed; empty without any.
+        shard_map: Which ranks hold which bytes, by placements on meshes of all ranks, assuming that all have
+            the same state; None if placements do not tell.
+        small: Digests of small shards that other ranks hold, too; see `compare.digest_shards`.
+    """
+
+    content: StateContent
+    layout: Layout
+    reader: StateReader
+    own: bytes
+    shard_map: ShardMap | None
+    small: bytes = b""
+
+
+@uncollected
+@torch.no_grad()  # else each access to a DTensor switches gradients off and on
+def describe(call: SaveCall, state: Any) -> RankState:
+    """Separates tensors from structure, and lays the tensors out in files.
+
+    Raises:
+        OptionError: Something in the state or the metadata cannot be stored.
+    """
+    options, world = call.options, call.world
+    if not all(isinstance(text, str) for pair in call.metadata.items() for text in pair):
+        raise OptionError(f"metadata={call.metadata!r}: must be text by text")
+    if state is None:  # the result of some method, by mistake
+        raise OptionError("the state is None: there is nothing to save")
+    description = encode_state(state, world.rank)
+    tensors = description.tensors
+    specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
+    layout = lay_out_files(specs, options, call.stem)
+    reader = StateReader(layout, tensors, description.uncounted, description.shards)
+    shard_map, small = _predict_shards(world, tensors, layout, reader, options)
+    call.tracing.follow({"snapshot": reader.watch})
+    compared = {}
+    if options.check_replicas == "small":
+        compared = small_tensors(specs, tensors, description.starts)
+    content = StateContent(description.structure, layout.digest, specs, compared)
+    own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
+    return RankState(content, layout, reader, own, shard_map, small)
+
+
+def _predict_shards(
+    world: World, tensors: Mapping[str, Tensor], layout: Layout, reader: StateReader, options: SaveOptions
+) -> tuple[ShardMap | None, bytes]:
+    """Returns the shard map if placements tell it, and digests of small shards.
+
+    Raises:
+        OptionError: A DTensor does not match its placements.
+    """
+    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+    if not sharded and not options.parts:
+        return ShardMap(layout, world.size), b""
+    group = DTensorRanks(members_of(world.group), place="the state", call="save")
+    problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
+    if problems:
+        raise OptionError("the state cannot be saved: " + "\n  ".join(first_lines(problems)))
+    if options.parts:
+        return None, b""
+    boxes: dict[str, BoxesByRank] = {}
+    for name, tensor in tensors.items():
+        if name not in sharded:
+            boxes[name] = _on_all_ranks(reader.boxes(name), world.size)
+        elif (of_all := group.boxes_of_all(tensor)) is not None:
+            boxes[name] = of_all
+        else:
+            return None, b""
+    shard_map, small = _shard_map(layout, world.size, boxes), b""
+    if options.check_replicas == "small":
+        skip = lambda name: name not in sharded  # noqa: E731  (plain tensors are compared with the content)
+        small = digest_shards(layout, shard_map, reader, world.rank, how="small", skip=skip)
+    return shard_map, small
+
+
+def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank]) -> ShardMap:
+    """Returns the shard map of the last save if it fits, else a new one."""
+    found = next((each for each in _last_map[:] if each.is_of(layout, num_ranks, boxes)), None)
+    if found is None:
+        found = ShardMap(layout, num_ranks, boxes)
+        _last_map[:] = [found]
+    return found
+
+
+@lru_cache(maxsize=4096)  # equal boxes share one object, also from save to save
+def _on_all_ranks(boxes: tuple[Box, ...], num_ranks: int) -> BoxesByRank:
+    return ((boxes, tuple(range(num_ranks))),)
 
 
 @dataclass(frozen=True)
@@ -158,23 +272,17 @@ def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap]:
-    """Gathers and merges the parts of the state that the ranks hold.
-
-    Raises:
-        PlanMismatch: The parts do not fit together, or a tensor is incomplete; the same on all ranks.
-        FastloadError: Some rank failed.
-    """
-    world, what = call.world, f"{call.what}: gathering the parts of the state"
+    """Gathers and merges the parts of the state that the ranks hold; raises as `gather_states`."""
     content, reader = state.content, state.reader
-    form = zlib.compress(json.dumps([content.structure, content.specs]).encode(), level=1)
-    forms = world.gather_bytes(what, lambda: form)
-    packed = world.gather_bytes(
-        what, lambda: pack_boxes({spec.name: reader.boxes(spec.name) for spec in content.specs})
+    merged = gather_states(
+        call.world,
+        f"{call.what}: gathering the parts of the state",
+        (content.structure, content.specs),
+        lambda: {spec.name: reader.boxes(spec.name) for spec in content.specs},
+        lambda specs: lay_out_files(specs, call.options, call.stem),
     )
-    merged = MergedState.of(dict(enumerate(forms)))
-    layout = lay_out_files(merged.specs, call.options, call.stem)
-    shard_map = ShardMap(layout, world.size, boxes_by_rank(packed))
-    if missing := shard_map.missing():
-        refuse_merge("the ranks together do not have the whole state", missing)
+    assert merged is not None
+    layout = merged.layout
     content = StateContent(merged.structure, layout.digest, merged.specs, {})
-    return replace(state, content=content, layout=layout, reader=reader.with_layout(layout)), shard_map
+    state = replace(state, content=content, layout=layout, reader=reader.with_layout(layout))
+    return state, merged.shard_map

@@ -17,8 +17,7 @@ from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.formats.untrusted import is_plain_path
 from fastload.options import Patience, SaveOptions
 from fastload.report import SaveReport
-from fastload.saving.handle import in_doubt, raise_unseen
-from fastload.saving.queue import QueuedSave
+from fastload.saving.background import QueuedSave, in_doubt, raise_unseen
 from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import (
     Location,

@@ -27,8 +27,8 @@ from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.dtensors import is_dtensor
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import MappedShard, ShardMap
-from fastload.saving.snapshot import StateReader
 
 _BUFFER_BYTES = 8 << 20  # copied and hashed at once
 _DIGEST_BYTES = 8

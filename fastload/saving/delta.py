@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.base.threads import Workers
+from fastload.comm.world import join_parts, split_parts
 from fastload.errors import CheckpointError, OptionError, StorageError
 from fastload.formats.delta import (
     COUNTS,
@@ -39,7 +39,7 @@ from fastload.formats.delta import (
     segment_elements,
     values_dtype,
 )
-from fastload.formats.manifest import Delta, Manifest, TensorEntry
+from fastload.formats.manifest import Delta, Manifest
 from fastload.formats.names import DELTA_STEM, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, checksum, record_digest
 from fastload.formats.safetensors.header import LENGTH_BYTES
@@ -47,13 +47,14 @@ from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall, base_name
-from fastload.saving.exchange import PartAssembler
-from fastload.saving.layout import HEADER_METADATA, FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.exchange import PartAssembler, connect
+from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.snapshot import Snapshot, StateReader
+from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
-from fastload.saving.write import connect
+from fastload.saving.write import BlockPieces, work_on_parts
 from fastload.storage import Location, PatientStorage, locate
 
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -81,16 +82,18 @@ class Base:
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """The plan of one rank for the changes, if there is a base that they can be saved against.
+    """The plan of one rank: for the changes, or for a complete checkpoint.
 
     Attributes:
-        plan: The plan of a sharded save of the changes; None for a complete checkpoint.
-        delta: The base, and the checksums of the result.
+        plan: The plan; for changes that of a sharded save of these.
+        snapshot: The bytes that this rank contributes; None if it reads them from the state, or for changes.
+        delta: The base, and the checksums of the result; None for a complete checkpoint.
         base: URL of the base.
         why_complete: Why the checkpoint has to be complete, although there is a base.
     """
 
-    plan: SavePlan | None = None
+    plan: SavePlan
+    snapshot: Snapshot | None = None
     delta: Delta | None = None
     base: str = ""
     why_complete: str = ""
@@ -103,7 +106,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         call: This rank's call.
         plan: The plan of a complete save.
         snapshot: The bytes that this rank contributes; None reads them from the state. Its memory is
-            released if there is a plan.
+            released if there is a plan for the changes.
         agreed: The agreement of the ranks.
 
     Raises:
@@ -111,19 +114,20 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         OptionError: Another program saved the base.
         FastloadError: The base is damaged, or some rank failed.
     """
+    complete = DeltaPlan(plan, snapshot)
     if call.find_base is None:
-        return DeltaPlan()
+        return complete
     head, manifests = _share_chain(call, call.find_base)
     if not manifests:
-        return DeltaPlan(why_complete=head["why_complete"])
+        return replace(complete, why_complete=head["why_complete"])
     storages = [call.open_storage(place) for place in _locate_chain(call, head)]
     try:
         chain = list(zip(reversed(manifests), reversed(storages), strict=True))
         base = Base(head["names"][0], *layered(chain))
-        if plan.group.num_copies > 1:
+        if len(plan.leaders) > 1:
             _require_same_copy(call, storages[0], base)
         if reason := _why_complete(call, base, plan.state.layout):
-            return DeltaPlan(why_complete=reason)
+            return replace(complete, why_complete=reason)
         found = _find(call, plan, snapshot, base)
         return _plan(call, plan, agreed, base, found)
     finally:
@@ -152,21 +156,15 @@ def _share_chain(
         folders = [place.sibling("_").url for place in places]
         if len({folder for before, folder in pairwise(folders) if folder != before}) > 1:
             why, chain = "the checkpoints of its chain would be in more than two directories", []
-        packed = [manifest.to_bytes() for _, manifest in chain]
         head = {
             "why_complete": why,
             "names": [base_name(place, call.location) for place, _ in chain],
             "near": [before == folder for before, folder in pairwise(folders[1:])],
-            "lengths": [len(each) for each in packed],
         }
-        return b"".join([json.dumps(head).encode(), b"\n", *packed])
+        return join_parts([json.dumps(head).encode(), *(manifest.to_bytes() for _, manifest in chain)])
 
-    text, _, packed = call.world.share(f"{call.what}: reading its base", 0, read).partition(b"\n")
-    head, found, begin = json.loads(text), [], 0
-    for length in head["lengths"]:
-        found.append(Manifest.from_bytes(packed[begin : begin + length]))
-        begin += length
-    return head, found
+    head, *manifests = split_parts(call.world.share(f"{call.what}: reading its base", 0, read))
+    return json.loads(head), list(map(Manifest.from_bytes, manifests))
 
 
 def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
@@ -224,7 +222,10 @@ class _FoundBlocks(NamedTuple):
 def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base) -> dict[int, _FoundBlocks]:
     """Returns the blocks of this rank's share by the first number, once all ranks have compared theirs."""
     world = call.world
-    wire = connect(call, plan)
+    wire = None
+    if plan.depths.exchanges:
+        what, sends = f"{call.what}: connecting the ranks", bool(plan.messages.outgoing)
+        wire, _ = connect(world, what, plan.messages.partners, lambda: None, sends=sends)
     assembler = PartAssembler(world, plan, snapshot, wire)
     comparer = _Comparer(call, plan, base)
 
@@ -295,19 +296,16 @@ class _Comparer:
             Interrupted: Another rank failed.
         """
         cutter = _BlockCutter(self._layout.blocks_of(share.ranges))
-        under_way: deque[tuple[int, Future[None]]] = deque()
-        for index, part in enumerate(share.parts):
-            while under_way and under_way[0][0] + source.depth <= index:
-                self._await(under_way.popleft()[1])
+
+        def begin(index: int) -> Callable[[], None] | None:
+            part = share.parts[index]
             if in_place is None:
                 blocks = cutter.feed(part, source.part(index))
             else:
                 blocks = [] if index in share.tails else self._cut(part, in_place)
-            if blocks:
-                under_way.append((index, self._workers.submit(partial(self._compare, blocks))))
-            del blocks
-        while under_way:
-            self._await(under_way.popleft()[1])
+            return partial(self._compare, blocks) if blocks else None
+
+        work_on_parts(self._world, self._workers, share.parts, source.depth, begin, self._late)
 
     def close(self) -> bool:
         """Ends the threads; returns whether all calls have ended."""
@@ -322,13 +320,7 @@ class _Comparer:
             found.append(_Run(blocks, tensors[number][begin : begin + _length(blocks)]))
         return found
 
-    def _await(self, work: Future[None]) -> None:
-        try:
-            self._world.await_work(work, self._overdue)
-        finally:
-            del work  # else error → traceback → frame → work → error would keep all their memory alive
-
-    def _overdue(self) -> StorageError:
+    def _late(self, _: FileRange) -> StorageError:
         return StorageError(
             f"storage did not answer within {self._world.patience_s:.1f} s", url=self._base.manifest.url
         )
@@ -398,26 +390,20 @@ class _BlockCutter:
     """
 
     def __init__(self, blocks: Iterator[Block]) -> None:
-        self._blocks = blocks
-        self._block = next(blocks, None)
+        self._pieces = BlockPieces(blocks)
         self._begun = bytearray()
 
     def feed(self, part: FileRange, data: memoryview) -> list[_Run]:
         """Returns the blocks that end in the next part, which are adjacent."""
         found, complete = [], list[Block]()
-        while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
-            begin = block.offset + len(self._begun) - part.begin
-            end = block.offset + block.nbytes - part.begin
-            if end > len(data):
-                self._begun += data[begin:]
-                break
-            if self._begun:
-                self._begun += data[begin:end]
+        for block, piece, ends in self._pieces.feed(part, data):
+            if len(piece) == block.nbytes:
+                complete.append(block)
+                continue
+            self._begun += piece
+            if ends:
                 found.append(_Run([block], memoryview(self._begun)))
                 self._begun = bytearray()
-            else:
-                complete.append(block)
-            self._block = next(self._blocks, None)
         if complete:
             begin = complete[0].offset - part.begin
             found.append(_Run(complete, data[begin : begin + _length(complete)]))
@@ -439,20 +425,18 @@ def _plan(
     boxes: dict[str, Any] = {}
     parts: dict[str, list[tuple[Box, Tensor]]] = {}
     for number, of_tensor in _by_tensor(layout, rows):
-        changed = _ChangedTensor(layout, number, of_tensor)
-        specs += changed.specs()
-        for name, ranges in changed.ranges().items():
-            boxes[name] = tuple((tuple(map(_box, held)), (rank,)) for rank, held in ranges.items())
-            own = ranges.get(world.rank, ())
-            parts[name] = [
-                (_box(each), changed.data(name, each.blocks, found)) for each in own if each.length
-            ]
+        runs = {rank: _runs(of_tensor, rank) for rank in sorted({row[0] for row in of_tensor})}
+        for stored in _stored_tensors(layout, number, of_tensor):
+            name = stored.spec.name
+            specs.append(stored.spec)
+            boxes[name] = tuple((stored.boxes(of_rank), (rank,)) for rank, of_rank in runs.items())
+            own = [blocks for blocks in runs.get(world.rank, ()) if stored.boxes([blocks])]
+            parts[name] = [(stored.box(blocks), stored.data(blocks, found)) for blocks in own]
     changes_layout = replace(
         lay_out(
             specs,
             max_shard_bytes=call.options.max_shard_bytes,
             block_bytes=layout.block_bytes,
-            metadata=HEADER_METADATA,
             stem=DELTA_STEM,
         ),
         index=None,
@@ -463,7 +447,7 @@ def _plan(
     shard_map = ShardMap(changes_layout, world.size, boxes)
     of_changes = make_plan(call, changes_state, replace(agreed, shard_map=shard_map), target=plan.target)
     delta = Delta(base.name, base.manifest.record_digest, base.num_deltas + 1, checksums)
-    return DeltaPlan(of_changes, delta, base.manifest.url)
+    return DeltaPlan(of_changes, None, delta, base.manifest.url)
 
 
 def _pack(found: Mapping[int, _FoundBlocks]) -> bytes:
@@ -513,103 +497,69 @@ def _by_tensor(layout: Layout, rows: Sequence[list[list[int]]]) -> Iterator[tupl
             yield tensor, of_tensor
 
 
-class _Range(NamedTuple):
-    """Elements of a stored tensor that one rank has.
+def _runs(rows: Sequence[_Row], rank: int) -> list[range]:
+    """Returns the consecutive blocks of a tensor that a rank has compared."""
+    numbers = [number for owner, number, _, _ in rows if owner == rank]
+    runs = (list(group) for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]))
+    return [range(run[0][1], run[-1][1] + 1) for run in runs]
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """One of the stored tensors for a changed tensor.
 
     Attributes:
-        first: The first one.
-        length: Number of elements.
-        blocks: The blocks that they are from.
+        spec: Its name, dtype and shape.
+        first_block: The first block of the changed tensor.
+        firsts: For each block of that tensor, the first element that belongs to it, or to a later one; in the
+            end the number of elements.
     """
 
-    first: int
-    length: int
-    blocks: range
+    spec: TensorSpec
+    first_block: int
+    firsts: Sequence[int]
 
+    def box(self, blocks: range) -> Box:
+        """Returns the elements that belong to some blocks."""
+        first, end = (self.firsts[number - self.first_block] for number in (blocks.start, blocks.stop))
+        return Box((first,), (end - first,))
 
-def _box(held: _Range) -> Box:
-    return Box((held.first,), (held.length,))
+    def boxes(self, runs: Iterable[range]) -> tuple[Box, ...]:
+        """Returns the elements that belong to each of some runs of blocks, if there are any."""
+        return tuple(box for box in map(self.box, runs) if box.sizes != (0,))
 
-
-class _ChangedTensor:
-    """The stored tensors for one changed tensor.
-
-    Args:
-        layout: The files of the result.
-        number: Number of the tensor in `Layout.space`.
-        rows: Its blocks.
-    """
-
-    def __init__(self, layout: Layout, number: int, rows: Sequence[_Row]) -> None:
-        self._entry: TensorEntry = layout.space.ranges[number]
-        self._block_bytes = layout.block_bytes
-        self._first_block = layout.blocks.firsts[number]
-        self._num_blocks = layout.blocks.firsts[number + 1] - self._first_block
-        self._rows = rows
-        self._itemsize = element_bytes(self._entry.dtype)
-        self._segment = segment_elements(layout.block_bytes, self._itemsize)
-        sizes = {number: (values, indices) for _, number, values, indices in rows}
-        self._firsts: dict[int, tuple[int, int]] = {}
-        totals = (0, 0)
-        for block in range(self._first_block, self._first_block + self._num_blocks):
-            self._firsts[block] = totals
-            totals = totals[0] + sizes[block][0], totals[1] + sizes[block][1]
-        self._firsts[self._first_block + self._num_blocks] = totals
-        self._totals = totals
-
-    @property
-    def _num_segments(self) -> int:
-        return num_blocks(self._entry.nbytes, self._segment * self._itemsize)
-
-    def specs(self) -> list[TensorSpec]:
-        """Returns the stored tensors."""
-        name, (num_values, num_indices) = self._entry.name, self._totals
-        dtype = values_dtype(self._entry.dtype)
-        return [
-            TensorSpec(name + COUNTS, "I32", (self._num_segments,), 4 * self._num_segments),
-            TensorSpec(name + INDICES, "U16", (num_indices,), 2 * num_indices),
-            TensorSpec(name + VALUES, dtype, (num_values,), self._itemsize * num_values),
-        ]
-
-    def ranges(self) -> dict[str, dict[int, list[_Range]]]:
-        """Returns the elements of each stored tensor that each rank has."""
-        found: dict[str, dict[int, list[_Range]]] = {spec.name: {} for spec in self.specs()}
-        for rank in sorted({row[0] for row in self._rows}):
-            numbers = sorted(number for owner, number, _, _ in self._rows if owner == rank)
-            for blocks in _runs(numbers):
-                for name, of_ranks in found.items():
-                    first, end = self._first(name, blocks.start), self._first(name, blocks.stop)
-                    of_ranks.setdefault(rank, []).append(_Range(first, end - first, blocks))
-        return {
-            name: {rank: [one for one in held if one.length] for rank, held in of_ranks.items()}
-            for name, of_ranks in found.items()
-        }
-
-    def _first(self, name: str, block: int) -> int:
-        """Returns the first element of a stored tensor that belongs to a block, or to a later one."""
-        if name.endswith(VALUES):
-            return self._firsts[block][0]
-        if name.endswith(INDICES):
-            return self._firsts[block][1]
-        per_block = self._block_bytes // (self._segment * self._itemsize)
-        return min((block - self._first_block) * per_block, self._num_segments)
-
-    def data(self, name: str, blocks: range, found: Mapping[int, _FoundBlocks]) -> Tensor:
-        """Returns what this rank has of a stored tensor from some blocks."""
+    def data(self, blocks: range, found: Mapping[int, _FoundBlocks]) -> Tensor:
+        """Returns the elements that belong to some blocks, which this rank has compared."""
         parts, number = list[Tensor](), blocks.start
         while number < blocks.stop:
             numbers, changes = found[number].numbers, found[number].changes
             number = numbers.stop
             if changes is not None:
-                parts.append(changes.of(name))
-            elif name.endswith(COUNTS):
-                length = self._first(name, numbers.stop) - self._first(name, numbers.start)
-                parts.append(torch.zeros(length, dtype=torch.int32))
+                parts.append(changes.of(self.spec.name))
+            elif self.spec.name.endswith(COUNTS):
+                parts.append(torch.zeros(self.box(numbers).sizes, dtype=torch.int32))
         return torch.cat(parts)
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Yields consecutive numbers."""
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        of_run = [number for _, number in group]
-        yield range(of_run[0], of_run[-1] + 1)
+def _stored_tensors(layout: Layout, number: int, rows: Sequence[_Row]) -> list[_StoredTensor]:
+    """Returns the stored tensors for a changed tensor, by its number in `Layout.space` and its blocks."""
+    entry = layout.space.ranges[number]
+    itemsize = element_bytes(entry.dtype)
+    segment_bytes = segment_elements(layout.block_bytes, itemsize) * itemsize
+    num_segments, per_block = num_blocks(entry.nbytes, segment_bytes), layout.block_bytes // segment_bytes
+    sizes = {block: (values, indices) for _, block, values, indices in rows}  # hosts may have copies
+    segments = [min(block * per_block, num_segments) for block in range(len(sizes) + 1)]
+    values, indices = (list(accumulate(each, initial=0)) for each in zip(*sizes.values(), strict=True))
+    kinds = (
+        (COUNTS, "I32", 4, segments),
+        (INDICES, "U16", 2, indices),
+        (VALUES, values_dtype(entry.dtype), itemsize, values),
+    )
+    return [
+        _StoredTensor(
+            TensorSpec(entry.name + ending, dtype, (firsts[-1],), nbytes * firsts[-1]),
+            layout.blocks.firsts[number],
+            firsts,
+        )
+        for ending, dtype, nbytes, firsts in kinds
+    ]

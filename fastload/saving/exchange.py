@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -19,8 +20,10 @@ from fastload.geometry.box import Runs
 from fastload.saving.messages import ShardMessage, positions_in
 from fastload.saving.plan import SavePlan
 from fastload.saving.snapshot import Snapshot
-from fastload.transfer.links import Wire
+from fastload.transfer.links import Wire, accept_offers
 from fastload.transfer.transport import TICK_S, wait_for
+
+T = TypeVar("T")
 
 _TAG = 0  # both ends order the messages for a rank by its parts
 _FOR_EVER = timedelta(days=1)  # a message waits for its writer, which may write for hours before
@@ -57,29 +60,39 @@ class BufferRing:
         return self._buffers[turn]
 
 
-class Sendable(Protocol):
-    """A message between two ranks."""
+def connect(
+    world: World, what: str, partners: Collection[int], prepare: Callable[[], Any], *, sends: bool
+) -> tuple[Wire | None, list[Any]]:
+    """Does work on all ranks while they exchange their addresses.
 
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        ...
+    Args:
+        world: The ranks.
+        what: Name of the step, for messages.
+        partners: The ranks that this one sends to or receives from.
+        prepare: The work; returns a JSON value.
+        sends: Whether this rank sends anything.
 
-    @property
-    def sender(self) -> int:
-        """The sending rank."""
-        ...
+    Returns:
+        Connections to the partners, or None if no rank sends anything; and what each rank has returned.
 
-    @property
-    def writer(self) -> int:
-        """The receiving rank."""
-        ...
+    Raises:
+        FastloadError: Some rank failed, or cannot be reached.
+    """
+    wire = Wire(world, range(world.size), partners)
+    try:
+        ranks = world.agree(what, lambda: {"made": prepare(), "sends": sends, "offer": wire.offer()})
+        is_needed = any(each["sends"] for each in ranks)
+        if is_needed:
+            accept_offers(world, what, wire, [each["offer"] for each in ranks])
+        else:
+            wire.close(keep=True)
+    except BaseException:
+        wire.close(keep=False)
+        raise
+    return wire if is_needed else None, [each["made"] for each in ranks]
 
 
-MessageT = TypeVar("MessageT", bound=Sendable)
-
-
-class MessageExchange(Generic[MessageT]):
+class MessageExchange:
     """Sends and receives the messages of one rank.
 
     Each direction has its own thread, since a wait inside Gloo cannot look for failures of other ranks.
@@ -89,24 +102,24 @@ class MessageExchange(Generic[MessageT]):
     Args:
         world: The ranks.
         wire: Connections to the ranks that this one sends to or receives from; closed in the end.
-        outgoing: Messages to other ranks, in order.
-        pack: Returns the bytes of a message, flat uint8, given the number of a buffer that it may use.
-        num_buffers: Most outgoing messages at once.
+        outgoing: The receivers of the messages to send, in order.
+        pack: Returns the bytes of an outgoing message by its number, flat uint8.
+        num_outgoing: Most outgoing messages at once.
     """
 
     def __init__(
         self,
         world: World,
         wire: Wire,
-        outgoing: Sequence[MessageT],
-        pack: Callable[[MessageT, int], Tensor],
+        outgoing: Sequence[int],
+        pack: Callable[[int], Tensor],
         *,
-        num_buffers: int,
+        num_outgoing: int,
     ) -> None:
         self._world = world
         self._outgoing = outgoing
         self._pack = pack
-        self._num_buffers = num_buffers
+        self._num_outgoing = num_outgoing
         self._wire = wire
         self._expected: queue.SimpleQueue[tuple[list[Any], threading.Event] | None] = queue.SimpleQueue()
         self._all_sent = threading.Event()
@@ -129,12 +142,12 @@ class MessageExchange(Generic[MessageT]):
             thread.start()
 
     def receive(
-        self, batches: Sequence[Sequence[MessageT]], buffers: BufferRing, *, num_ahead: int
+        self, batches: Sequence[Sequence[tuple[int, int]]], buffers: BufferRing, *, num_ahead: int
     ) -> Iterator[tuple[threading.Event, list[Tensor]]]:
         """Receives batches of messages in order, some of them ahead.
 
         Args:
-            batches: The messages of each batch.
+            batches: Sender and length in bytes of the messages of each batch.
             buffers: `num_ahead` buffers, each for one batch.
             num_ahead: Batches received at once.
 
@@ -151,18 +164,17 @@ class MessageExchange(Generic[MessageT]):
                 posted.append(self._expect(batches[ahead], buffers.get(ahead)))
             yield posted.popleft()
 
-    def _expect(self, messages: Sequence[MessageT], buffer: Tensor) -> tuple[threading.Event, list[Tensor]]:
+    def _expect(
+        self, messages: Sequence[tuple[int, int]], buffer: Tensor
+    ) -> tuple[threading.Event, list[Tensor]]:
         """Posts receives of messages; returns the event of their arrival, and their bytes."""
-        arrived, position = threading.Event(), 0
-        data, receives = [], []
-        for message in messages:
-            data.append(buffer[position : position + message.nbytes])
-            position += message.nbytes
-        try:
-            for message, into in zip(messages, data, strict=True):
-                receives.append(self._wire.receive(into, message.sender, _TAG))
-        except RuntimeError as error:
-            raise Interrupted(f"the exchange broke: {error}") from error
+        lengths = [nbytes for _, nbytes in messages]
+        data = list(buffer[: sum(lengths)].split(lengths)) if messages else []
+        receives = [
+            _or_interrupt(partial(self._wire.receive, into, sender, _TAG))
+            for (sender, _), into in zip(messages, data, strict=True)
+        ]
+        arrived = threading.Event()
         self._expected.put((receives, arrived))
         return arrived, data
 
@@ -216,8 +228,6 @@ class MessageExchange(Generic[MessageT]):
     def _check(self) -> None:
         error = self._error
         try:
-            if isinstance(error, _Broken):
-                raise Interrupted(f"the exchange broke: {error}")
             if error is not None:
                 raise error.with_traceback(None)
         finally:
@@ -226,15 +236,14 @@ class MessageExchange(Generic[MessageT]):
     def _send_all(self) -> None:
         sends: deque[Any] = deque()
         try:
-            for index, message in enumerate(self._outgoing):
-                if len(sends) == self._num_buffers:
-                    _wait(sends.popleft())
+            for number, writer in enumerate(self._outgoing):
+                if len(sends) == self._num_outgoing:
+                    _finish(sends.popleft())
                 if self._closed:
                     return
-                data = self._pack(message, index % self._num_buffers)
-                sends.append(_run(lambda: self._wire.send(data, message.writer, _TAG)))  # noqa: B023
+                sends.append(_or_interrupt(partial(self._wire.send, self._pack(number), writer, _TAG)))
             while sends:
-                _wait(sends.popleft())
+                _finish(sends.popleft())
         except Exception as error:
             self._broke(error)
         self._all_sent.set()
@@ -244,7 +253,7 @@ class MessageExchange(Generic[MessageT]):
             receives, arrived = expected
             try:
                 for receive in receives:
-                    _wait(receive)
+                    _finish(receive)
             except Exception as error:
                 self._broke(error)
                 return
@@ -255,19 +264,17 @@ class MessageExchange(Generic[MessageT]):
             self._error = error.with_traceback(None)
 
 
-class _Broken(Exception):
-    """A connection broke."""
-
-
-def _run(call: Callable[[], Any]) -> Any:
+def _or_interrupt(call: Callable[[], T]) -> T:
+    """Calls a function of a connection; raises `Interrupted` if the connection broke."""
     try:
         return call()
     except RuntimeError as error:
-        raise _Broken(str(error)) from None
+        why = str(error)
+    raise Interrupted(f"the exchange broke: {why}")  # without the error, whose frames have the bytes
 
 
-def _wait(work: Any) -> None:
-    _run(lambda: work.wait(_FOR_EVER))
+def _finish(work: Any) -> None:
+    _or_interrupt(lambda: work.wait(_FOR_EVER))
 
 
 class _Batch(NamedTuple):
@@ -308,12 +315,13 @@ class PartAssembler:
         self._reuse("parts", self.depth, [part.nbytes for part in plan.share.parts])
         self._reuse("scratch", 1, [message.nbytes for message in messages.local])
         self._reuse("outgoing", plan.depths.outgoing, [message.nbytes for message in messages.outgoing])
-        self._exchange: MessageExchange[ShardMessage] | None = None
+        self._exchange: MessageExchange | None = None
         self._incoming: Iterator[_Batch] = iter(())
         self._batch: _Batch | None = None
         if wire is not None:
+            writers = [message.writer for message in messages.outgoing]
             self._exchange = MessageExchange(
-                world, wire, messages.outgoing, self._pack, num_buffers=plan.depths.outgoing
+                world, wire, writers, self._pack, num_outgoing=plan.depths.outgoing
             )
             self._incoming = self._receive(self._exchange)
 
@@ -370,14 +378,17 @@ class PartAssembler:
         self._snapshot = None
         self._buffers = {}
 
-    def _receive(self, exchange: MessageExchange[ShardMessage]) -> Iterator[_Batch]:
+    def _receive(self, exchange: MessageExchange) -> Iterator[_Batch]:
         """Receives the incoming messages, batch by batch."""
         messages, num_ahead = self._plan.messages, self._plan.depths.incoming
-        batches = [messages.incoming(number) for number in range(len(messages.batches))]
-        lengths = [sum(message.nbytes for message in of_batch) for of_batch in batches]
+        batches = [
+            [(message.sender, message.nbytes) for message in messages.incoming(number)]
+            for number in range(len(messages.batches))
+        ]
+        lengths = [sum(nbytes for _, nbytes in of_batch) for of_batch in batches]
         received = exchange.receive(batches, self._reuse("incoming", num_ahead, lengths), num_ahead=num_ahead)
         for parts, of_batch, (arrived, data) in zip(messages.batches, batches, received, strict=True):
-            senders = [message.sender for message in of_batch]
+            senders = [sender for sender, _ in of_batch]
             yield _Batch(parts.stop, arrived, dict(zip(senders, data, strict=True)))
 
     def _take(self, message: ShardMessage) -> Tensor:
@@ -405,7 +416,8 @@ class PartAssembler:
         self._plan.state.reader.settle()
         return data
 
-    def _pack(self, message: ShardMessage, number: int) -> Tensor:
+    def _pack(self, number: int) -> Tensor:
+        message = self._plan.messages.outgoing[number]
         if self._snapshot is not None:
             return self._snapshot.get(message)
         return self._read(message, self._buffers["outgoing"].get(number))

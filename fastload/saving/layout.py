@@ -15,9 +15,10 @@ dtypes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -36,9 +37,9 @@ from fastload.formats.safetensors.header import (
 )
 from fastload.geometry.blocks import Block, Blocks, good_block_bytes
 from fastload.geometry.ranges import Space
+from fastload.options import SaveOptions
 
-HEADER_METADATA = {"format": "pt"}
-"""The ``__metadata__`` of the files of a checkpoint, which transformers requires."""
+_METADATA = {"format": "pt"}  # of each file; transformers requires it
 
 
 class TensorSpec(NamedTuple):
@@ -162,7 +163,6 @@ def lay_out(
     *,
     max_shard_bytes: int,
     block_bytes: int | None,
-    metadata: Mapping[str, str],
     stem: str = MODEL_STEM,
 ) -> Layout:
     """Lays tensors out in files.
@@ -171,20 +171,32 @@ def lay_out(
         specs: The tensors in the order of the state.
         max_shard_bytes: Most bytes of a file, header included, unless a single tensor is larger.
         block_bytes: Most bytes of a checksum block; None chooses.
-        metadata: The ``__metadata__`` of each file.
         stem: Prefix of the file names.
 
     Raises:
         OptionError: A name does not fit into a header.
     """
-    empty_header = build_header([], metadata)
+    empty_header = build_header([], _METADATA)
     shards = list(_split(specs, max_shard_bytes, len(empty_header)))
     names = [file_name(number, len(shards), stem) for number in range(len(shards))]
-    files = tuple(_lay_out_file(names[number], number, rows, metadata) for number, rows in enumerate(shards))
+    files = tuple(_lay_out_file(names[number], number, rows) for number, rows in enumerate(shards))
     if block_bytes is None:
         block_bytes = good_block_bytes(sum(spec.nbytes for spec in specs))
     index = build_index({file.name: file.tensors for file in files}) if len(files) > 1 else None
     return Layout(files, block_bytes, index)
+
+
+def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions, stem: str = MODEL_STEM) -> Layout:
+    """Lays tensors out in files by the options, or in one file of another name; raises as `lay_out`."""
+    max_shard_bytes = options.max_shard_bytes if stem == MODEL_STEM else sys.maxsize
+    return _lay_out_files(tuple(specs), max_shard_bytes, options.block_bytes, stem)
+
+
+@lru_cache(maxsize=2)  # a training saves the same state again, or two in turn
+def _lay_out_files(
+    specs: tuple[TensorSpec, ...], max_shard_bytes: int, block_bytes: int | None, stem: str
+) -> Layout:
+    return lay_out(specs, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, stem=stem)
 
 
 class _Row(NamedTuple):
@@ -220,12 +232,11 @@ def _split(
     yield shard
 
 
-def _lay_out_file(name: str, number: int, rows: list[_Row], metadata: Mapping[str, str]) -> LayoutFile:
+def _lay_out_file(name: str, number: int, rows: list[_Row]) -> LayoutFile:
     rows.sort(key=_by_alignment)  # stable: multiples of 8 bytes keep their order
     ends = list(accumulate((row.spec.nbytes for row in rows), initial=0))
-    header = build_header(
-        [row.text + offsets_text(*span) for row, span in zip(rows, pairwise(ends), strict=True)], metadata
-    )
+    texts = [row.text + offsets_text(*span) for row, span in zip(rows, pairwise(ends), strict=True)]
+    header = build_header(texts, _METADATA)
     tensors = tuple(
         TensorEntry(spec.name, spec.dtype, spec.shape, number, len(header) + begin, spec.nbytes)
         for (spec, _), begin in zip(rows, ends, strict=False)

@@ -1,4 +1,4 @@
-"""Merge of the structures of partial states, one of each rank. Pure.
+"""Merge of partial states, one of each rank.
 
 Dicts are merged by key. A key that only some ranks have keeps its position: before the next known key. So the
 stages of a pipeline, in the order of their ranks, form the model in its order.
@@ -10,16 +10,18 @@ import json
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastload.comm.world import World
 from fastload.errors import PlanMismatch, first_lines
 from fastload.formats.state import leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.box import Box
-from fastload.saving.layout import TensorSpec
+from fastload.saving.layout import Layout, TensorSpec
+from fastload.saving.shard_map import ShardMap
 
 if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
@@ -142,44 +144,85 @@ def _shown(node: Any) -> str:
 
 @dataclass(frozen=True)
 class MergedState:
-    """The merged state.
+    """The state that the ranks have together.
 
     Attributes:
         structure: The state without its tensors.
         specs: Its tensors, in its order.
+        layout: Its files.
+        shard_map: Which ranks hold which bytes.
     """
 
     structure: Any
     specs: list[TensorSpec]
+    layout: Layout
+    shard_map: ShardMap
 
-    @classmethod
-    def of(cls, forms: Mapping[int, bytes], outcome: str = NOTHING_SAVED) -> MergedState:
-        """Merges the packed structures and tensors of ranks.
 
-        Args:
-            forms: Rank → JSON of its structure and its `TensorSpec`s, compressed.
-            outcome: What a problem has led to, for its message.
+def gather_states(
+    world: World,
+    what: str,
+    own: tuple[Any, Sequence[TensorSpec]] | None,
+    boxes: Callable[[], Mapping[str, tuple[Box, ...]]],
+    lay_out: Callable[[Sequence[TensorSpec]], Layout],
+    outcome: str = NOTHING_SAVED,
+) -> MergedState | None:
+    """Gathers and merges the states of all ranks.
 
-        Raises:
-            PlanMismatch: They do not fit together.
-        """
-        ranks_of: dict[bytes, list[int]] = {}
-        for rank, form in forms.items():
-            ranks_of.setdefault(form, []).append(rank)
-        variants = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items()]
-        structure, problems = merge([(structure, ranks) for (structure, _), ranks in variants])
-        problems += _unequal_own_values([(structure, ranks) for (structure, _), ranks in variants])
-        specs = _same_specs([(specs, ranks) for (_, specs), ranks in variants], problems)
-        stored: dict[str, TensorSpec] = {}
-        own_names = set()
-        for saved in leaves(structure) if not problems else ():
-            stored[saved.stored] = specs[saved.stored]
-            if saved.stored == saved.name and saved.name in own_names:
-                problems.append(f"{saved.name}: two keys of different ranks spell this name")
-            own_names.add(saved.name)
-        if problems:
-            refuse_merge("the ranks hold parts of a state that do not go together", problems, outcome)
-        return cls(structure, list(stored.values()))
+    Args:
+        world: The ranks.
+        what: Name of the step, for messages.
+        own: Structure and tensors of this rank; None if it has no part.
+        boxes: Returns the boxes that this rank holds of each tensor, by name.
+        lay_out: Lays the tensors out in files.
+        outcome: What a problem has led to, for its message.
+
+    Returns:
+        The merged state; None if no rank has a part.
+
+    Raises:
+        PlanMismatch: The states do not fit together, or a tensor is incomplete; the same on all ranks.
+        FastloadError: Some rank failed.
+    """
+    form = b"" if own is None else zlib.compress(json.dumps(own).encode(), level=1)
+    forms = world.gather_bytes(what, lambda: form)
+    packed = world.gather_bytes(what, lambda: _pack_boxes(boxes()))
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, form in enumerate(forms):
+        ranks_of.setdefault(form, []).append(rank)
+    variants = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items() if form]
+    if not variants:
+        return None
+    structure, specs = _merge_forms(variants, outcome)
+    layout = lay_out(specs)
+    shard_map = ShardMap(layout, world.size, _boxes_by_rank(packed))
+    if missing := shard_map.missing():
+        _refuse("the ranks together do not have the whole state", missing, outcome)
+    return MergedState(structure, specs, layout, shard_map)
+
+
+def _merge_forms(
+    variants: Sequence[tuple[tuple[Any, Any], Sequence[int]]], outcome: str
+) -> tuple[Any, list[TensorSpec]]:
+    """Merges structures and tensors.
+
+    Raises:
+        PlanMismatch: They do not fit together.
+    """
+    structures = [(structure, ranks) for (structure, _), ranks in variants]
+    structure, problems = merge(structures)
+    problems += _unequal_own_values(structures)
+    specs = _same_specs([(specs, ranks) for (_, specs), ranks in variants], problems)
+    stored: dict[str, TensorSpec] = {}
+    own_names = set()
+    for saved in leaves(structure) if not problems else ():
+        stored[saved.stored] = specs[saved.stored]
+        if saved.stored == saved.name and saved.name in own_names:
+            problems.append(f"{saved.name}: two keys of different ranks spell this name")
+        own_names.add(saved.name)
+    if problems:
+        _refuse("the ranks hold parts of a state that do not go together", problems, outcome)
+    return structure, list(stored.values())
 
 
 def _unequal_own_values(variants: Sequence[tuple[Any, Sequence[int]]]) -> list[str]:
@@ -218,12 +261,12 @@ def _same_specs(
     return {name: next(iter(ranks_of)) for name, ranks_of in found.items()}
 
 
-def refuse_merge(head: str, problems: Sequence[str], outcome: str = NOTHING_SAVED) -> NoReturn:
+def _refuse(head: str, problems: Sequence[str], outcome: str) -> NoReturn:
     """Raises `PlanMismatch` with a line for each problem."""
     raise PlanMismatch("\n  ".join([f"{head}, so {outcome}:", *first_lines(problems)]))
 
 
-def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
+def _pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
     """Packs the boxes that a rank holds; equal ones are stored once."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns = [[name, numbers.setdefault(held, len(numbers))] for name, held in boxes.items()]
@@ -236,8 +279,8 @@ def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
     return ((name, kinds[number]) for name, number in columns)
 
 
-def boxes_by_rank(packed: Sequence[bytes]) -> dict[str, BoxesByRank]:
-    """Returns for each tensor the boxes of each rank, by their `pack_boxes`; equal ones share one object."""
+def _boxes_by_rank(packed: Sequence[bytes]) -> dict[str, BoxesByRank]:
+    """Returns for each tensor the boxes of each rank, by their `_pack_boxes`; equal ones share one object."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
     for rank, of_rank in enumerate(packed):

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from fastload.base.memory import host_bytes
-from fastload.comm.world import World
+from fastload.comm.failures import require_left
+from fastload.comm.world import World, join_parts, split_parts
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
-from fastload.formats.encoder import StateEncoding
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import fill_places
-from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
+from fastload.saving.layout import LayoutFile, TensorSpec, lay_out
 
 _PLACE = "own"  # where in the store
 _MAX_BYTES = 1 << 20  # of a rank
@@ -28,7 +28,7 @@ _MAX_BYTES_OF_ALL = 256 << 20  # for the memory of the store, and of one rank
 
 
 def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, size: int) -> bytes:
-    """Packs a rank's own values; copies them.
+    """Packs a rank's own values; copies them. Either all ranks have some, or none has.
 
     Args:
         values: A node for each `PerRank`.
@@ -36,9 +36,14 @@ def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, si
         rank: This rank.
         size: Number of ranks.
 
+    Returns:
+        The packed values; empty without any.
+
     Raises:
         OptionError: They are too large.
     """
+    if not values:
+        return b""
     limit = min(_MAX_BYTES, _MAX_BYTES_OF_ALL // size)
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     nbytes = sum(spec.nbytes for spec in specs)
@@ -51,7 +56,7 @@ def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, si
             "ranks; larger state that differs between ranks is for sharded saves"
         )
     parts = [host_bytes(tensor.detach().cpu()) for tensor in tensors.values()]
-    return b"".join([len(text).to_bytes(4, "little"), text, *parts])
+    return join_parts([text, *parts])
 
 
 @dataclass(frozen=True)
@@ -75,70 +80,47 @@ class PerRankFiles:
         }
 
 
-class PerRankValues:
-    """The own values of a rank, copied on construction.
-
-    Args:
-        world: The ranks.
-        what: Name of the save, for messages.
-        description: The state. Either all ranks have own values in it, or none has.
-
-    Raises:
-        OptionError: They are too large.
-    """
-
-    def __init__(self, world: World, what: str, description: StateEncoding) -> None:
-        self._world = world
-        self._what = what
-        self._packed = b""
-        if description.own_values:
-            values, tensors = description.own_values, description.own_tensors
-            self._packed = pack_own(values, tensors, world.rank, world.size)
-
-    def show(self) -> None:
-        """Puts them into the store for the other ranks."""
-        if self._packed:
-            self._world.show_bytes(f"{self._what}: leaving this rank's own values", _PLACE, self._packed)
-
-    def gather(self, structure: Any, *, block_bytes: int) -> tuple[Any, PerRankFiles]:
-        """Merges the values of all ranks; see `gather_own`."""
-        if not self._packed:
-            return structure, PerRankFiles()
-        what = f"{self._what}: collecting the ranks' own values"
-        everyone = [self._world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(self._world.size)]
-        packed = [each for each in everyone if each is not None]
-        assert len(packed) == len(everyone)
-        return gather_own(structure, packed, block_bytes=block_bytes, metadata=HEADER_METADATA)
+def show_own(world: World, what: str, packed: bytes) -> None:
+    """Puts this rank's own values, from `pack_own`, into the store for the other ranks."""
+    if packed:
+        world.show_bytes(f"{what}: leaving this rank's own values", _PLACE, packed)
 
 
-def gather_own(
-    structure: Any, packed: Sequence[bytes], *, block_bytes: int, metadata: Mapping[str, str]
+def collect_own(
+    world: World, what: str, packed: bytes, structure: Any, block_bytes: int
 ) -> tuple[Any, PerRankFiles]:
+    """Merges the values that all ranks have shown, if any; see `gather_own`."""
+    if not packed:
+        return structure, PerRankFiles()
+    what = f"{what}: collecting the ranks' own values"
+    everyone = [world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(world.size)]
+    found = [require_left(what, each, rank) for rank, each in enumerate(everyone)]
+    return gather_own(structure, found, block_bytes=block_bytes)
+
+
+def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> tuple[Any, PerRankFiles]:
     """Merges the own values of all ranks.
 
     Args:
         structure: Structure of the state.
         packed: The result of `pack_own` on each rank.
         block_bytes: Most bytes of a checksum block.
-        metadata: The ``__metadata__`` of each file.
 
     Returns:
         The structure with the values of all ranks, and the files.
     """
     values, specs, data = [], [], {}
     for each in packed:
-        begin = 4 + int.from_bytes(each[:4], "little")
-        own_values, own_specs = json.loads(each[4:begin])
+        text, *contents = split_parts(each)
+        own_values, own_specs = json.loads(text)
         values.append(own_values)
-        for name, dtype, shape, nbytes in own_specs:
+        for (name, dtype, shape, nbytes), content in zip(own_specs, contents, strict=True):
             specs.append(TensorSpec(name, dtype, tuple(shape), nbytes))
-            data[name] = each[begin : begin + nbytes]
-            begin += nbytes
+            data[name] = content
     layout = lay_out(
         specs,
         max_shard_bytes=2 * _MAX_BYTES_OF_ALL,
         block_bytes=block_bytes,
-        metadata=metadata,
         stem=OWN_STEM,
     )
     contents = [

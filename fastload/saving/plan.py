@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import OptionError
-from fastload.saving.agree import SaveAgreement
+from fastload.saving.agree import RankState, SaveAgreement
 from fastload.saving.call import SaveCall
-from fastload.saving.describe import RankState
 from fastload.saving.layout import Layout
 from fastload.saving.messages import MessagePlan, plan_messages
 from fastload.saving.shard_map import ShardMap
@@ -84,7 +83,8 @@ class SavePlan:
 
     Attributes:
         state: The state.
-        group: The ranks that write one copy together.
+        group: The ranks that write one copy together, this one among them.
+        leaders: The leaders of all groups, each of which writes a copy.
         share: The bytes that it writes.
         messages: The messages that it sends and receives.
         depths: The numbers of its buffers.
@@ -93,6 +93,7 @@ class SavePlan:
 
     state: RankState
     group: WriterGroup
+    leaders: Sequence[int]
     share: WriterShare
     messages: MessagePlan
     depths: StagingDepths
@@ -121,7 +122,8 @@ def make_plan(
             too small for the parts that storage takes.
     """
     options, layout, rank = call.options, state.layout, call.world.rank
-    groups = _groups(call, agreed)
+    writers = options.writers if options.writers != "auto" else agreed.num_writers
+    groups = choose_writers(agreed.hosts, writers=writers, shared=options.shared is not False)
     is_kept = target is None
     target = target or call.open_target()
     align_bytes = target.align_bytes(max(file.nbytes for file in layout.files))
@@ -142,19 +144,7 @@ def make_plan(
             _last.clear()
             _last[key] = plan
     [group] = [group for group in groups if rank in group.members]
-    return SavePlan(state, group, *plan, depths, target)
-
-
-def _groups(call: SaveCall, agreed: SaveAgreement) -> list[WriterGroup]:
-    """Returns the groups of writers; each group writes one complete copy."""
-    options = call.options
-    writers = options.writers if options.writers != "auto" else agreed.num_writers
-    shared = options.shared is not False
-    own = choose_writers(call.world.rank, agreed.hosts, writers=writers, shared=shared)
-    return [
-        own if leader == own.leader else choose_writers(leader, agreed.hosts, writers=writers, shared=shared)
-        for leader in own.leaders
-    ]
+    return SavePlan(state, group, [each.leader for each in groups], *plan, depths, target)
 
 
 @uncollected

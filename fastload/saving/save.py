@@ -21,18 +21,14 @@ from fastload.errors import FastloadError
 from fastload.formats.names import MODEL_STEM
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
-from fastload.saving.agree import SaveAgreement, agree, has_to_meet, predict
+from fastload.saving.agree import SaveAgreement, agree, describe, has_to_meet, predict
+from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import SaveCall, make_call
-from fastload.saving.commit import commit
 from fastload.saving.delta import DeltaPlan, plan_delta
-from fastload.saving.describe import describe
-from fastload.saving.handle import SaveHandle
-from fastload.saving.overlap import OverlappedSnapshot
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
-from fastload.saving.queue import QueuedSave
-from fastload.saving.snapshot import Snapshot
-from fastload.saving.write import WriteResult, open_pending, write
+from fastload.saving.snapshot import OverlappedSnapshot, Snapshot
+from fastload.saving.write import WriteResult, commit, write
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
         with _or_leave(call, met=True):
             plan = make_plan(call, encoded, agreed)
     begun = BegunSave(plan, agreed, None, None)
-    with until_the_end(begun), world.together():
+    with finishing(call, begun):
         return _write(call, begun, agreed, 0.0)
 
 
@@ -100,10 +96,8 @@ def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
     Raises:
         FastloadError: It failed, and pending files were removed; the same error on all ranks.
     """
-    plan, agreed, waited_s = begun.plan, begun.agreed, 0.0
-    with until_the_end(begun), call.world.together():
-        if agreed is None:
-            _, agreed = agree(call, lambda: plan.state, went_on=True)
+    waited_s = 0.0
+    with finishing(call, begun) as agreed:
         if call.queued is not None:
             began = time.perf_counter()
             if not _await_turn(call, call.queued):
@@ -191,10 +185,14 @@ def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
 
 
 @contextmanager
-def until_the_end(begun: BegunSave) -> Iterator[None]:
-    """Closes the target in the end; after an error removes pending files, and ends the copy of the state."""
+def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
+    """Agrees with the other ranks, if they have not met, and closes the target in the end.
+
+    After an error it removes pending files, and ends the copy of the state.
+    """
     try:
-        yield
+        with call.world.together():
+            yield begun.agreed or agree(call, lambda: begun.plan.state, went_on=True)[1]
     except BaseException:
         if begun.snapshot is not None:
             begun.snapshot.cancel()
@@ -206,35 +204,32 @@ def until_the_end(begun: BegunSave) -> Iterator[None]:
 
 def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> SaveReport:
     """Writes the files, and publishes the checkpoint."""
-    world, plan = call.world, begun.plan
+    world = call.world
     call.tracing.synchronize(agreed.hosts)
     with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
-        changes, snapshot = plan_delta(call, plan, begun.snapshot, agreed), begun.snapshot
-        if changes.plan is not None:
-            plan, snapshot = changes.plan, None
-        written = write(call, plan, snapshot, open_pending(call, plan))
-    publishing = partial(_publish, call, begun, plan, changes, written, agreed.metadata, waited_s)
+        planned = plan_delta(call, begun.plan, begun.snapshot, agreed)
+        written = write(call, planned.plan, planned.snapshot)
+    publishing = partial(_publish, call, begun, planned, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
-    call.tracing.write({"what": call.what, "nbytes": plan.state.layout.nbytes})
+    call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
     world.acknowledge()
-    return _report(call, plan, changes, published)
+    return _report(call, planned, published)
 
 
 def _publish(
     call: SaveCall,
     begun: BegunSave,
-    plan: SavePlan,
-    changes: DeltaPlan,
+    planned: DeltaPlan,
     written: WriteResult,
     metadata: Mapping[str, str],
     waited_s: float,
 ) -> dict[str, Any]:
     """Commits the checkpoint if this rank is a leader; returns the rank's report."""
-    world = call.world
+    world, plan = call.world, planned.plan
     began = time.perf_counter()
     own = PerRankFiles()
     if world.rank == plan.group.leader:
-        own = commit(call, plan, written, metadata, changes.delta)
+        own = commit(call, plan, written, metadata, planned.delta)
         call.tracing.add("commit", began)
     call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()
@@ -257,11 +252,10 @@ def _publish(
     return {"rank": Each(rank.pack()), "own": sizes}
 
 
-def _report(
-    call: SaveCall, plan: SavePlan, changes: DeltaPlan, published: Sequence[dict[str, Any]]
-) -> SaveReport:
+def _report(call: SaveCall, planned: DeltaPlan, published: Sequence[dict[str, Any]]) -> SaveReport:
     """Merges the reports of all ranks."""
-    layout, own = plan.state.layout, published[0]["own"]  # the same on each leader
+    plan, own = planned.plan, published[0]["own"]  # the same on each leader
+    layout = plan.state.layout
     return SaveReport(
         url=call.url,
         nbytes=layout.nbytes + own["nbytes"],
@@ -269,9 +263,9 @@ def _report(
         num_files=len(layout.files) + own["num_files"],
         block_bytes=layout.block_bytes,
         num_writers=len(plan.group.writers),
-        num_copies=plan.group.num_copies,
-        base=changes.base,
-        why_complete=changes.why_complete,
+        num_copies=len(plan.leaders),
+        base=planned.base,
+        why_complete=planned.why_complete,
         came_instead_of=call.queued.replaced_urls() if call.queued is not None else (),
         ranks=Reports(SaveRankReport, published[0]["rank"]),
     )

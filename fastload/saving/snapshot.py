@@ -1,37 +1,36 @@
-"""Copies of this rank's tensors in host memory, which an asynchronous save makes while training waits."""
+"""Copies of this rank's tensors in host memory, for an asynchronous save.
+
+Training waits until they are made, or goes on meanwhile, until its next weight update.
+"""
 
 from __future__ import annotations
 
-import copy
-import ctypes
+import _thread
+import os
+import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-import torch
 from torch import Tensor
 
-from fastload.base.devices import DeviceStreams, accelerators_of, can_pin
-from fastload.base.memory import (
-    PAGE_BYTES,
-    allocate_staging,
-    borrowed,
-    byte_view,
-    copy_flat,
-    host_view,
-    round_up,
-    runs,
-)
-from fastload.base.threads import ProcessLock
-from fastload.base.trace import Stopwatch
-from fastload.geometry.box import Box
-from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, narrowed
-from fastload.saving.layout import Layout
+from fastload.base.devices import can_pin
+from fastload.base.memory import PAGE_BYTES, allocate_staging, round_up
+from fastload.base.state_copies import state_copies
+from fastload.base.threads import ProcessLock, one_torch_thread
+from fastload.errors import StateChanged, some_of
 from fastload.saving.messages import ShardMessage, ShardRange
+from fastload.saving.reader import StateReader
 
-_SMALL_BYTES = 64 << 10
 _BUFFER_BYTES = 64 << 20  # a power of two, and a small part of a large share
+_PIECE_BYTES = 4 << 20  # about a millisecond
+_LOW_PRIORITY = 10  # lower ones starve on a host whose cores are all busy, while nobody waits
+_TICK_S = 0.001
+_LONGEST_OPERATION_S = 1.0
 
+_Piece = tuple[Sequence[ShardRange], ShardMessage, int, int]  # ranges of shards, and bytes of their message
 _Kind = tuple[tuple[int, ...], bool]  # lengths of the buffers in bytes, and whether they are pinned
 
 _lock = ProcessLock()
@@ -87,188 +86,6 @@ class BufferPool:
 
 buffer_pool = BufferPool(1, num_kinds=2)
 """The pool of the process, for saves without a manager."""
-
-
-class StateReader:
-    """Reads the bytes of this rank's tensors. Thread-safe.
-
-    Args:
-        layout: The files.
-        tensors: Name → tensor; any strides, any device.
-        uncounted: Names of tensors that may change without torch counting it; see `StateEncoding`.
-        shards: Local tensors with version counters of their own; likewise.
-
-    Attributes:
-        watch: Time of copies.
-        streams: The streams that copy: the caller's.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Mapping[str, Tensor],
-        uncounted: Collection[str] = (),
-        shards: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> None:
-        self.watch = Stopwatch()
-        self.streams = DeviceStreams.of_caller(accelerators_of(tensors.values()))
-        self._layout = layout
-        self._tensors = tensors
-        self._uncounted = uncounted
-        self._shards = shards
-        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
-
-    @classmethod
-    def of_parts(cls, layout: Layout, parts: Mapping[str, list[tuple[Box, Tensor]]]) -> StateReader:
-        """Returns a reader of parts of tensors, each with its box, in host memory."""
-        reader = cls(layout, {})
-        reader._parts = dict(parts)
-        return reader
-
-    def with_layout(self, layout: Layout) -> StateReader:
-        """Returns a reader of the same tensors in another layout."""
-        return self._changed(layout, self._tensors)
-
-    def in_background(self, numbers: Iterable[int]) -> StateReader:
-        """Returns a reader of some tensors, by their numbers in `Layout.space`, as they are now.
-
-        It reads the same memory even if the caller gives its tensors other memory. On accelerators it has
-        streams of its own, which begin after the work that is queued on the caller's.
-        """
-        parts = {name: self._parts_of(name) for name in map(self.name_of, numbers)}
-        tensors = {name: self._tensors[name] for name in parts}
-        plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_dtensor(tensor)}
-        reader = self._changed(self._layout, tensors | plain)
-        reader._parts = parts
-        reader.streams = self.streams.for_copies()
-        return reader
-
-    def borrowing(self) -> StateReader:
-        """Returns a reader of the same memory, which does not keep it; see `borrowed`."""
-        tensors = {name: borrowed(local_of(tensor)) for name, tensor in self._tensors.items()}
-        reader = self._changed(self._layout, tensors)
-        reader._parts = {
-            name: [(box, borrowed(view)) for box, view in self._parts_of(name)] for name in tensors
-        }
-        return reader
-
-    def in_current_streams(self) -> StateReader:
-        """Returns a reader that copies in the streams that are the caller's now."""
-        if not self.streams:
-            return self
-        reader = copy.copy(self)
-        reader.streams = DeviceStreams.of_caller(self.streams.devices)
-        return reader
-
-    def _changed(self, layout: Layout, tensors: Mapping[str, Tensor]) -> StateReader:
-        reader = copy.copy(self)
-        reader._layout, reader._tensors, reader._parts = layout, tensors, {}
-        return reader
-
-    def name_of(self, number: int) -> str:
-        """Returns the name of a tensor, by its number in `Layout.space`."""
-        return self._layout.space.ranges[number].name
-
-    def versions(self, number: int) -> list[tuple[Tensor, int]]:
-        """Returns the version counters of a tensor: what has them, and the numbers of changes so far.
-
-        Returns:
-            Nothing if torch does not count all changes. It counts none of `BatchNorm` in its statistics,
-            which are small.
-        """
-        name = self.name_of(number)
-        tensor = self._tensors[name]
-        if name in self._uncounted or tensor.nbytes <= _SMALL_BYTES:
-            return []
-        parts = self._parts_of(name)
-        if sum(part.nbytes for _, part in parts) <= _SMALL_BYTES:
-            return []
-        local = parts[0][1]  # a view, which shares its counter
-        if local.is_inference():
-            return []
-        counters = [tensor]
-        if is_dtensor(tensor):
-            counters += [local, self._shards.get(local.data_ptr(), local)]
-        return [(each, each._version) for each in counters]
-
-    @property
-    def on_device(self) -> bool:
-        """Whether some tensors are on an accelerator."""
-        return bool(self.streams)
-
-    def is_in_host_memory(self, name: str) -> bool:
-        """Whether a tensor is in host memory."""
-        return self._tensors[name].is_cpu
-
-    def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
-        """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
-        position, address = 0, out.data_ptr()
-        with self.watch.span(nbytes=out.numel()), self.streams.current():
-            for number, shard, begin, end in ranges:
-                nbytes = end - begin
-                tensor = self._view(number, shard.box)
-                if nbytes <= _SMALL_BYTES and tensor.is_cpu and tensor.is_contiguous():
-                    # Without views, which take longer to make than a small tensor to copy.
-                    ctypes.memmove(address + position, tensor.data_ptr() + begin, nbytes)
-                else:
-                    _copy_bytes(tensor, begin, end, out[position : position + nbytes])
-                position += nbytes
-
-    def view(self, number: int) -> memoryview | None:
-        """Returns a complete tensor in place; None if its bytes are not contiguous in host memory."""
-        tensor = self._tensors[self.name_of(number)].detach()
-        if is_dtensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
-            return None
-        return host_view(byte_view(tensor))
-
-    def settle(self) -> None:
-        """Waits for all copies that were started."""
-        with self.watch:
-            self.streams.synchronize()
-
-    def boxes(self, name: str) -> tuple[Box, ...]:
-        """Returns the boxes of a tensor that this rank holds."""
-        return tuple(box for box, _ in self._parts_of(name))
-
-    def forget(self) -> None:
-        """Drops the references to the state."""
-        self._tensors, self._shards = {}, {}
-        self._parts.clear()
-
-    def _parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
-        """Returns the local parts of a tensor, detached; cached, since a DTensor takes long to answer."""
-        if name not in self._parts:
-            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
-        return self._parts[name]
-
-    def _view(self, number: int, box: Box) -> Tensor:
-        """Returns a box of a tensor, by its number in `Layout.space`."""
-        name = self._layout.space.ranges[number].name
-        tensor = self._tensors.get(name)
-        if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
-            return tensor
-        for held, view in self._parts_of(name):
-            if held == box:
-                return view
-            if held.intersect(box) == box:
-                return narrowed(view, box.relative_to(held))
-        raise AssertionError(f"this rank does not hold {box}")
-
-
-def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
-    """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        copy_flat(byte_view(tensor)[begin:end], out)
-        return
-    size = tensor.element_size()
-    first, last = begin // size, -(-end // size)
-    dense = torch.empty(last - first, dtype=tensor.dtype, device=tensor.device)
-    position = 0
-    for run in runs(tensor, first, last - first):
-        dense[position : position + run.numel()].view(run.shape).copy_(run)
-        position += run.numel()
-    copy_flat(byte_view(dense)[begin - first * size : end - first * size], out)
 
 
 class Snapshot:
@@ -339,3 +156,246 @@ def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         offsets.append((len(lengths) - 1, lengths[-1]))
         lengths[-1] += size
     return offsets, [max(length, PAGE_BYTES) for length in lengths]
+
+
+class _PieceQueue:
+    """Pieces of a snapshot, which several threads copy at once.
+
+    Args:
+        pieces: The pieces.
+
+    Attributes:
+        error: The first error of a copy, or None.
+    """
+
+    def __init__(self, pieces: Iterable[_Piece]) -> None:
+        self.error: Exception | None = None
+        self._changed = threading.Condition()  # guards what follows
+        self._pieces = deque(pieces)
+        self._num_under_way = 0
+
+    def work(self, copy: Callable[[_Piece], None]) -> bool:
+        """Copies pieces until there are none; returns whether other threads have ended, too."""
+        while True:
+            with self._changed:
+                if not self._pieces:
+                    return not self._num_under_way
+                piece = self._pieces.popleft()
+                self._num_under_way += 1
+            left: _Piece | None = piece
+            try:
+                copy(piece)
+                left = None
+            except Exception as error:
+                left = None
+                self.fail(error)
+            finally:
+                with self._changed:
+                    self._num_under_way -= 1
+                    if left is not None:  # a signal's handler raised
+                        self._pieces.append(left)
+                    if left is not None or not (self._pieces or self._num_under_way):
+                        self._changed.notify_all()
+
+    def finish(self, copy: Callable[[_Piece], None]) -> None:
+        """Copies pieces until there are none, and waits for those of other threads."""
+        while not self.work(copy):
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces or not self._num_under_way)
+
+    def fail(self, error: Exception) -> None:
+        """Drops all pieces because of an error."""
+        with self._changed:
+            self.error = self.error or error.with_traceback(None)
+            self._pieces.clear()
+
+    def clear(self) -> None:
+        """Drops all pieces."""
+        with self._changed:
+            self._pieces.clear()
+            self._changed.notify_all()
+
+
+class _ChangeCheck:
+    """Finds the tensors that change while they are copied, by their version counters.
+
+    Args:
+        versions: Name of a tensor → what has its counters, and the numbers of changes at first.
+
+    Attributes:
+        changed: Names of the changed tensors, once `compare` was called.
+    """
+
+    def __init__(self, versions: Mapping[str, Sequence[tuple[Tensor, int]]]) -> None:
+        self.changed: list[str] = []
+        self._versions: Mapping[str, Sequence[tuple[Tensor, int]]] | None = versions  # None once compared
+        self._lock = threading.Lock()
+        self._caller = threading.get_ident()
+        self._caller_was_at: object = None
+
+    def copies_ended(self) -> None:
+        """Notes where the caller's thread is when the copies end."""
+        self._caller_was_at = self._caller_position()
+
+    def compare(self) -> None:
+        """Compares the counters, once."""
+        with self._lock:
+            if self._versions is not None:
+                self.changed = [
+                    name
+                    for name, parts in self._versions.items()
+                    if any(part._version != version for part, version in parts)
+                ]
+                self._versions = None
+
+    def forget(self) -> None:
+        """Drops the references to the tensors."""
+        with self._lock:
+            self._versions = None
+
+    def await_operation(self) -> None:
+        """Waits until an operation that the caller was in when the copies ended is over.
+
+        torch counts a change when the operation ends. If the caller's thread has moved on since, or a second
+        later, there is none.
+        """
+        deadline = time.monotonic() + _LONGEST_OPERATION_S
+        while (
+            self._versions is not None
+            and self._caller_was_at is not None
+            and self._caller_position() == self._caller_was_at
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_TICK_S)
+
+    def _caller_position(self) -> object:
+        """Returns which instruction the caller's thread is at; None if it has ended."""
+        frame = sys._current_frames().get(self._caller)
+        return (id(frame), frame.f_lasti) if frame is not None else None
+
+
+class OverlappedSnapshot(Snapshot):
+    """A snapshot whose large tensors are copied in the background.
+
+    A thread of low priority copies, and whoever waits helps it. On accelerators the copies have a
+    stream of their own.
+
+    The state may change once `wait` has returned. Steps of optimizers wait by themselves; see `StateCopies`.
+    Tensors whose changes torch does not count are copied on construction. The version counters of the others
+    are compared when somebody has waited, or in the end. A change that nobody waited for is an error even if
+    the copy had ended by chance.
+    """
+
+    def _copy(self, reader: StateReader, messages: Sequence[ShardMessage]) -> None:
+        numbers = dict.fromkeys(each.tensor for message in messages for each in message.ranges)
+        versions = {number: reader.versions(number) for number in numbers}
+        pieces: list[_Piece] = []
+        for message in messages:
+            for ranges, first, last in _cut(message.ranges, versions):
+                if versions[ranges[0].tensor]:
+                    pieces.append((ranges, message, first, last))
+                else:
+                    reader.copy(ranges, self.get(message)[first:last])
+        late = [number for number, found in versions.items() if found]
+        self._reader = reader.in_background(late)
+        self._changes = _ChangeCheck({reader.name_of(number): versions[number] for number in late})
+        self._queue = _PieceQueue(pieces)
+        self._ended = threading.Event()
+        reader.forget()
+        state_copies.add(self)
+        try:
+            # A `Thread` would wait here until it runs.
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # the system cannot start a thread
+            self._run(in_background=False)
+
+    def _copy_piece(self, piece: _Piece) -> None:
+        ranges, message, first, last = piece
+        self._reader.copy(ranges, self.get(message)[first:last])
+
+    def _run(self, *, in_background: bool = True) -> None:
+        if in_background and sys.platform == "linux":
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+        try:
+            with one_torch_thread():  # the others of OpenMP would not have this priority
+                self._queue.finish(self._copy_piece)
+            self._reader.settle()
+        except Exception as error:
+            self._queue.fail(error)
+        self._changes.copies_ended()
+        self._reader.forget()
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until all is copied; the state may change afterwards."""
+        began = time.perf_counter()
+        if timeout is None:
+            self._queue.work(self._copy_piece)
+        if not self._ended.wait(timeout):
+            return False
+        self._compare()
+        self.waited_s += time.perf_counter() - began
+        return True
+
+    def hold_step(self) -> None:
+        """Has the following work of this thread begin after the copy: on the host, and on its streams."""
+        began = time.perf_counter()
+        self._queue.finish(self._copy_piece)
+        self._reader.streams.hold_caller()
+        self._compare()
+        self.waited_s += time.perf_counter() - began
+
+    def await_copies(self) -> None:
+        """Waits until all bytes are copied; raises the error of the copy."""
+        self._ended.wait()
+        if self._queue.error is not None:
+            raise self._queue.error
+
+    def require_unchanged(self) -> None:
+        """Raises `StateChanged` if the state changed before somebody waited for the copy."""
+        self._changes.await_operation()
+        self._compare()
+        if changed := self._changes.changed:
+            raise StateChanged(
+                f"{some_of(changed)} changed while the state was copied in the background, so nothing was "
+                "saved: call SaveHandle.wait_snapshot() before the change (steps of torch.optim optimizers "
+                'wait by themselves), or save with SaveOptions(snapshot="block")',
+                tuple(changed),
+            )
+
+    def _compare(self) -> None:
+        self._changes.compare()
+        state_copies.discard(self)
+
+    def cancel(self) -> None:
+        """Ends the copy, so that nobody has to wait for it."""
+        self._queue.clear()
+        self._ended.wait()
+        self._changes.forget()  # the handle of a failed save may be kept
+        state_copies.discard(self)
+
+
+def _cut(
+    ranges: Sequence[ShardRange], versions: Mapping[int, Sequence[object]]
+) -> Iterator[tuple[Sequence[ShardRange], int, int]]:
+    """Yields a message in pieces, each either of tensors with version counters or of others.
+
+    Returns:
+        The ranges of a piece, and the first and the last of its bytes in the message.
+    """
+    piece: list[ShardRange] = []
+    first = last = 0
+    was_counted = False
+    for number, shard, start, stop in ranges:
+        is_counted = bool(versions[number])
+        for begin in range(start, stop, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, stop)
+            if piece and (last + end - begin - first > _PIECE_BYTES or is_counted != was_counted):
+                yield piece, first, last
+                piece, first = [], last
+            piece.append(ShardRange(number, shard, begin, end))
+            last += end - begin
+            was_counted = is_counted
+    if piece:
+        yield piece, first, last

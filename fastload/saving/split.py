@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastload.base.memory import round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.ranges import ByteRange, Space
+from fastload.geometry.ranges import ByteRange, Space, merged
 from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.demand import deal
@@ -26,17 +26,10 @@ class WriterGroup:
     Attributes:
         members: All ranks of the group, ascending. The first one, the leader, prepares and publishes.
         writers: The members that write.
-        leaders: The leaders of all groups.
     """
 
     members: tuple[int, ...]
     writers: tuple[int, ...]
-    leaders: tuple[int, ...]
-
-    @property
-    def num_copies(self) -> int:
-        """Number of groups."""
-        return len(self.leaders)
 
     @property
     def leader(self) -> int:
@@ -44,29 +37,26 @@ class WriterGroup:
         return self.members[0]
 
 
-def choose_writers(rank: int, hosts: Sequence[str], *, writers: int | str, shared: bool) -> WriterGroup:
-    """Chooses the group of a rank.
+def choose_writers(hosts: Sequence[str], *, writers: int | str, shared: bool) -> list[WriterGroup]:
+    """Returns the groups of writers, one for each copy.
 
     Args:
-        rank: The rank.
         hosts: Host of each rank.
         writers: ``all``, ``host`` or the number of writers of a copy.
         shared: Whether all hosts write one copy together; else each host writes its own.
     """
-    everyone = range(len(hosts))
-    members = tuple(r for r in everyone if shared or hosts[r] == hosts[rank])
-    leaders = (0,) if shared else _first_of_each(hosts, everyone)
-    if writers == "host":
-        return WriterGroup(members, _first_of_each(hosts, members), leaders)
-    count = len(members)
-    if isinstance(writers, int):
-        count = min(count, writers)
-    chosen = tuple(members[index * len(members) // count] for index in range(count))
-    return WriterGroup(members, chosen, leaders)
-
-
-def _first_of_each(hosts: Sequence[str], ranks: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({hosts[rank]: rank for rank in reversed(ranks)}.values()))
+    members_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members_of.setdefault("" if shared else host, []).append(rank)
+    groups = []
+    for members in members_of.values():
+        if writers == "host":
+            chosen = sorted({hosts[rank]: rank for rank in reversed(members)}.values())
+        else:
+            count = min(len(members), writers) if isinstance(writers, int) else len(members)
+            chosen = [members[index * len(members) // count] for index in range(count)]
+        groups.append(WriterGroup(tuple(members), tuple(chosen)))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -237,13 +227,8 @@ def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
 
 
 def _joined(ranges: Sequence[FileRange]) -> list[FileRange]:
-    joined: list[FileRange] = []
-    for file, begin, end in sorted(ranges):
-        if joined and joined[-1].file == file and joined[-1].end == begin:
-            joined[-1] = FileRange(file, joined[-1].begin, end)
-        else:
-            joined.append(FileRange(file, begin, end))
-    return joined
+    joined = merged(ByteRange(file, begin, end - begin) for file, begin, end in sorted(ranges))
+    return [FileRange(each.file, each.offset, each.end) for each in joined]
 
 
 def _held_ranges(

@@ -26,17 +26,13 @@ class _Place(NamedTuple):
         begin: Offset of its first byte.
         dtype: Its dtype.
         shape: Its shape.
-        is_parameter: Whether it is an `nn.Parameter`.
-        requires_grad: Whether it requires gradients.
-        wrap: Makes the DTensor of the local tensor; None for others.
+        wrap: Makes of its view a tensor of the same kind.
     """
 
     begin: int
     dtype: torch.dtype
     shape: torch.Size
-    is_parameter: bool
-    requires_grad: bool
-    wrap: Callable[[Tensor], Tensor] | None
+    wrap: Callable[[Tensor], Tensor]
 
 
 def take_tensors(
@@ -64,14 +60,7 @@ def take_tensors(
             for name, tensor in tensors:
                 _require_new(name, tensor, places, world.rank)
                 local = local_of(tensor)
-                places[name] = _Place(
-                    spool.end,
-                    local.dtype,
-                    local.shape,
-                    isinstance(tensor, torch.nn.Parameter),
-                    tensor.requires_grad,
-                    _wrapper(tensor) if is_dtensor(tensor) else None,
-                )
+                places[name] = _Place(spool.end, local.dtype, local.shape, _wrapper(tensor))
                 _append(world, spool, local)
             data = spool.map()
         finally:
@@ -90,8 +79,22 @@ def _require_new(name: Any, tensor: Any, places: Container[str], rank: int) -> N
     encode_state({name: tensor}, rank)  # raises for what cannot be saved
 
 
-def _wrapper(tensor: Any) -> Callable[[Tensor], Tensor]:
-    """Returns a function that makes DTensors like this one, whose memory it does not keep.
+def _wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a function that makes tensors like this one, whose memory it does not keep."""
+    is_parameter, requires_grad = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad
+    wrap_local = _dtensor_wrapper(tensor) if is_dtensor(tensor) else None
+
+    def wrap(local: Tensor) -> Tensor:
+        whole = wrap_local(local) if wrap_local is not None else local
+        return (
+            torch.nn.Parameter(whole, requires_grad) if is_parameter else whole.requires_grad_(requires_grad)
+        )
+
+    return wrap
+
+
+def _dtensor_wrapper(tensor: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a function that makes DTensors of local tensors.
 
     `DTensor.from_local` would move the local tensor to the devices of the mesh.
     """
@@ -117,9 +120,4 @@ def _view(data: memoryview, place: _Place) -> Tensor:
     flat = torch.empty(0, dtype=torch.uint8)
     if nbytes:
         flat = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=place.begin)
-    tensor = flat.view(place.dtype).view(place.shape)
-    if place.wrap is not None:
-        tensor = place.wrap(tensor)
-    if place.is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=place.requires_grad)
-    return tensor.requires_grad_(place.requires_grad)
+    return place.wrap(flat.view(place.dtype).view(place.shape))

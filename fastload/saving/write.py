@@ -1,15 +1,18 @@
-"""Writes of parts to pending files: leaders prepare the files, all writers hash, write and flush."""
+"""Writes and commit: leaders prepare the files, all writers hash, write and flush, and leaders publish.
+
+The commit is one step that makes a checkpoint exist, once all its bytes are durable.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import xxhash
 
@@ -17,18 +20,19 @@ from fastload.base.threads import Workers
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import OptionError, StorageError
-from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.manifest import Delta
+from fastload.formats.names import INDEX_NAME, RECORD_NAME
+from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.geometry.blocks import Block
 from fastload.saving.call import SaveCall
-from fastload.saving.exchange import PartAssembler
-from fastload.saving.layout import FileRange
+from fastload.saving.exchange import PartAssembler, connect
+from fastload.saving.layout import FileRange, Layout, LayoutFile
+from fastload.saving.per_rank import PerRankFiles, collect_own, show_own
 from fastload.saving.plan import SavePlan
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterGroup, WriterShare
 from fastload.storage import Target
-from fastload.transfer.links import Wire, accept_offers
-
-T = TypeVar("T")
+from fastload.transfer.links import Wire
 
 Checksums = list[tuple[int, str]]
 """Number of a block in the layout, and the checksums of it and of the following blocks, in hexadecimal."""
@@ -37,100 +41,43 @@ _PLACE = "checksums"  # key in the store
 _SHORT_BYTES = 64 << 10  # of all receipts, if they go to all ranks
 
 
-@dataclass(frozen=True)
-class PendingFiles:
-    """The files of a save before its commit.
-
-    Attributes:
-        wire: Connections to other ranks; None if no rank needs bytes from another one.
-        join: Called before this rank writes.
-    """
-
-    wire: Wire | None
-    join: Callable[[], object]
-
-
-def open_pending(call: SaveCall, plan: SavePlan) -> PendingFiles:
+def _prepare(call: SaveCall, plan: SavePlan) -> tuple[Wire | None, Sequence[Any]]:
     """Prepares the files on the leaders, while the ranks exchange their addresses.
 
-    A rank joins its leader's files when it writes. If each host has its own copy, all ranks join before any
-    of them writes.
+    Returns:
+        Connections to other ranks, None if no rank needs bytes from another one; and the tickets of all ranks
+        to join the files, of ranks that are no leaders None.
 
     Raises:
-        OptionError: The hosts share the path, although each was to have its own copy.
-        PeerError: Some rank cannot write there; has its cause.
+        PeerError: Some leader cannot write there; has its cause.
         CheckpointExists: There is a checkpoint already.
     """
-    world, group, target = call.world, plan.group, plan.target
-    leads = world.rank == group.leader
+    world, target, leads = call.world, plan.target, call.world.rank == plan.group.leader
     files = [(file.name, file.nbytes) for file in plan.state.layout.files]
-    wire = Wire(world, range(world.size), plan.messages.partners) if plan.depths.exchanges else None
-
-    def prepare() -> dict[str, Any]:
-        return {
-            "ticket": target.prepare(files, overwrite=bool(call.options.overwrite)) if leads else None,
-            "exchanges": bool(plan.messages.outgoing),
-            "offer": wire.offer() if wire is not None else None,
-        }
-
     what = f"preparing to save to {target.url}"
-    try:
-        ranks = world.agree(what, prepare)
-        wire = _accept(world, what, wire, ranks)
-        tickets = [each["ticket"] for each in ranks]
-        join = _nothing if leads else partial(_join, call, target, tickets[group.leader], group.leader)
-        if group.num_copies > 1:
-            others = [tickets[leader] for leader in group.leaders if leads and leader != group.leader]
-            _join_all(call, target.url, join, others)
-            join = _nothing
-    except BaseException:
-        if wire is not None:
-            wire.close(keep=False)
-        raise
-    return PendingFiles(wire, join)
 
+    def prepare() -> Any:
+        return target.prepare(files, overwrite=bool(call.options.overwrite)) if leads else None
 
-def connect(call: SaveCall, plan: SavePlan) -> Wire | None:
-    """Prepares connections to other ranks, without files; None if no rank needs bytes from another one."""
-    world, what = call.world, f"{call.what}: connecting the ranks"
     if not plan.depths.exchanges:
-        return None
-    wire = Wire(world, range(world.size), plan.messages.partners)
+        return None, world.agree(what, prepare)
+    sends = bool(plan.messages.outgoing)
+    return connect(world, what, plan.messages.partners, prepare, sends=sends)
+
+
+def _join(call: SaveCall, plan: SavePlan, tickets: Sequence[Any]) -> None:
+    """Joins the leader's files; the leader checks that it does not see those of other groups.
+
+    Raises:
+        StorageError: This rank does not see the leader's files.
+        OptionError: The hosts share the path, although each was to have its own copy.
+    """
+    target, leader = plan.target, plan.group.leader
+    if call.world.rank == leader:
+        _require_own_path(call, tickets, set(plan.leaders) - {leader})
+        return
     try:
-        ranks = world.agree(what, lambda: {"exchanges": bool(plan.messages.outgoing), "offer": wire.offer()})
-        return _accept(world, what, wire, ranks)
-    except BaseException:
-        wire.close(keep=False)
-        raise
-
-
-def _accept(world: World, what: str, wire: Wire | None, ranks: Sequence[Mapping[str, Any]]) -> Wire | None:
-    """Accepts the addresses of the others; closes the connections if no rank needs bytes from another one."""
-    if any(each["exchanges"] for each in ranks):
-        accept_offers(world, what, wire, [each["offer"] for each in ranks])
-    elif wire is not None:
-        wire.close(keep=True)
-        wire = None
-    return wire
-
-
-def _nothing() -> None:
-    pass
-
-
-def _join_all(call: SaveCall, url: str, join: Callable[[], object], others: Sequence[Any]) -> None:
-    """Joins the leader on all ranks before any of them writes; checks that groups do not share files."""
-
-    def meet() -> None:
-        join()
-        _look_for_others(call.open_target, others)
-
-    call.world.agree(f"joining the save to {url}", meet)
-
-
-def _join(call: SaveCall, target: Target, ticket: Any, leader: int) -> None:
-    try:
-        target.join(ticket)
+        target.join(tickets[leader])
     except StorageError as error:
         why = (
             f"both are on {call.world.host}, but have no disk in common there; save to one that they share, "
@@ -145,12 +92,11 @@ def _join(call: SaveCall, target: Target, ticket: Any, leader: int) -> None:
         ) from error
 
 
-def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> None:
-    """Checks that this rank does not see the files of other groups."""
-    for ticket in tickets:
-        target = another()
+def _require_own_path(call: SaveCall, tickets: Sequence[Any], others: Collection[int]) -> None:
+    for leader in others:
+        target = call.open_target()
         try:
-            target.join(ticket)
+            target.join(tickets[leader])
         except StorageError:
             continue
         finally:
@@ -179,19 +125,24 @@ class WriteResult:
     staging_bytes: int
 
 
-def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: PendingFiles) -> WriteResult:
+def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteResult:
     """Writes this rank's share; returns once all ranks have written.
+
+    A rank joins its leader's files when it writes. If each host has its own copy, all ranks join before any
+    of them writes.
 
     Args:
         call: This rank's call.
         plan: Its plan.
         snapshot: The bytes that it contributes; None reads them from the state. Its memory is released.
-        pending: The files. Their connections are closed in the end.
 
     Raises:
+        OptionError: The hosts share the path, although each was to have its own copy.
+        CheckpointExists: There is a checkpoint already.
         FastloadError: Some rank failed.
     """
     world, options, layout = call.world, call.options, plan.state.layout
+    wire, tickets = _prepare(call, plan)
     writer = PartWriter(
         world,
         plan.target,
@@ -200,11 +151,13 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: Pe
         progress=options.progress,
     )
     call.tracing.follow({"write": writer.watch})
-    assembler = PartAssembler(world, plan, snapshot, pending.wire)
+    assembler = PartAssembler(world, plan, snapshot, wire)
+    join, has_copies = partial(_join, call, plan, tickets), len(plan.leaders) > 1
     found: list[WriteResult] = []
 
     def work() -> str | None:
-        pending.join()
+        if not has_copies:
+            join()
         if snapshot is not None:
             snapshot.await_copies()
         assembler.open()
@@ -215,12 +168,14 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: Pe
         if snapshot is not None:
             snapshot.require_unchanged()
         packed = _hand_in(world, plan.group, receipt, what=call.what)
-        plan.state.own.show()
+        show_own(world, call.what, plan.state.own)
         nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
         found.append(WriteResult(receipt, (), writer.watch.seconds, writer.flush_s, nbytes))
         return packed
 
     try:
+        if has_copies:
+            world.agree(f"joining the save to {plan.target.url}", join)
         receipts = world.settle(call.what, work)
     finally:
         assembler.close()
@@ -294,28 +249,21 @@ class PartWriter:
             Interrupted: Another rank failed.
         """
         done_bytes = 0
-        under_way: deque[tuple[int, Future[None]]] = deque()
 
-        def finish() -> None:
+        def begin(index: int) -> Callable[[], object] | None:
+            part, data = share.parts[index], source.part(index)
+            hasher.feed(part, data)
+            return None if index in share.tails else partial(self._write, part, data)
+
+        def ended(part: FileRange) -> None:
             nonlocal done_bytes
-            part = share.parts[under_way[0][0]]
-            self._await(part, under_way.popleft()[1])
             done_bytes += part.nbytes
             if self._progress is not None:
                 self._progress(done_bytes, share.nbytes)
 
-        for index, part in enumerate(share.parts):
-            if under_way and under_way[0][0] + source.depth == index:
-                finish()
-            data = source.part(index)
-            hasher.feed(part, data)
-            if index not in share.tails:
-                under_way.append((index, self._workers.submit(partial(self._write, part, data))))
-            del data
-        while under_way:
-            finish()
+        work_on_parts(self._world, self._workers, share.parts, source.depth, begin, self._late, ended)
         began = time.perf_counter()
-        receipt = self._await(None, self._workers.submit(self._target.flush))
+        receipt = self._world.await_work(self._workers.submit(self._target.flush), self._late)
         self.flush_s = time.perf_counter() - began
         return receipt
 
@@ -327,19 +275,86 @@ class PartWriter:
         with self.watch.span(nbytes=len(data)):
             self._target.write(self._names[part.file], part.begin, data)
 
-    def _await(self, part: FileRange | None, work: Future[T]) -> T:
-        """Waits for the write of a part, or for the flush (None), unless another rank fails."""
-        try:
-            return self._world.await_work(work, partial(self._overdue, part))
-        finally:
-            del work  # else error → traceback → frame → work → error would keep all their memory alive
-
-    def _overdue(self, part: FileRange | None) -> StorageError:
+    def _late(self, part: FileRange | None = None) -> StorageError:
+        """Returns the error for the write of a part, or for the flush, that did not end in time."""
         text = f"storage did not answer within {self._world.patience_s:.1f} s"
         if part is None:
             return StorageError(f"{text} to the flush", url=self._target.url)
         url = f"{self._target.url}/{self._names[part.file]}"
         return StorageError(text, url=url, offset=part.begin, nbytes=part.nbytes)
+
+
+def work_on_parts(
+    world: World,
+    workers: Workers,
+    parts: Sequence[FileRange],
+    depth: int,
+    begin: Callable[[int], Callable[[], object] | None],
+    late: Callable[[FileRange], StorageError],
+    ended: Callable[[FileRange], object] = lambda _: None,
+) -> None:
+    """Works on the parts of a share in threads, until another rank fails.
+
+    Args:
+        world: The ranks.
+        workers: The threads.
+        parts: The parts.
+        depth: Number of parts that are valid at once: part i until part i + depth begins.
+        begin: Begins with a part, by its number; returns the rest of the work, for a thread, or None.
+        late: Returns the error for a part that takes too long.
+        ended: Called with each part once its thread has ended.
+
+    Raises:
+        StorageError: From the work, or from `late`.
+        Interrupted: Another rank failed.
+    """
+    under_way: deque[tuple[int, Future[object]]] = deque()
+
+    def finish() -> None:
+        part = parts[under_way[0][0]]
+        # No frame refers to it: else error → traceback → frame → work → error would keep buffers alive.
+        world.await_work(under_way.popleft()[1], partial(late, part))
+        ended(part)
+
+    for index in range(len(parts)):
+        while under_way and under_way[0][0] + depth <= index:
+            finish()
+        if (work := begin(index)) is not None:
+            under_way.append((index, workers.submit(work)))
+        del work
+    while under_way:
+        finish()
+
+
+class BlockPieces:
+    """Finds blocks in the parts of a share. The bytes of a block may come in several parts.
+
+    Args:
+        blocks: The blocks, in the order of the parts.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks = iter(blocks)
+        self._block = next(self._blocks, None)
+        self._num_found_bytes = 0  # of this block
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all blocks have ended."""
+        return self._block is None
+
+    def feed(self, part: FileRange, data: memoryview) -> Iterator[tuple[Block, memoryview, bool]]:
+        """Yields the blocks in the next part, their bytes in it, and whether they end with these."""
+        ends = True
+        while ends and (block := self._block) is not None:
+            if block.file != part.file or block.offset >= part.end:
+                return
+            begin = block.offset + self._num_found_bytes - part.begin
+            end = block.offset + block.nbytes - part.begin
+            piece, ends = data[begin:end], end <= len(data)
+            self._num_found_bytes = 0 if ends else self._num_found_bytes + len(piece)
+            self._block = next(self._blocks, None) if ends else block
+            yield block, piece, ends
 
 
 class BlockHasher:
@@ -350,33 +365,24 @@ class BlockHasher:
     """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
-        self._blocks: Iterator[Block] = iter(blocks)
-        self._block = next(self._blocks, None)
+        self._pieces = BlockPieces(blocks)
         self._begun = xxhash.xxh3_64()
-        self._num_begun_bytes = 0
         self._found: list[tuple[int, bytearray]] = []
 
     def feed(self, part: FileRange, data: memoryview) -> None:
         """Hashes the next part, without the blocks of other writers."""
-        while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
-            begin = block.offset + self._num_begun_bytes - part.begin
-            end = block.offset + block.nbytes - part.begin
-            if end > len(data):
-                self._begun.update(data[begin:])
-                self._num_begun_bytes += len(data) - begin
-                return
-            if self._num_begun_bytes:
-                self._begun.update(data[begin:end])
+        for block, piece, ends in self._pieces.feed(part, data):
+            if len(piece) == block.nbytes:
+                self._add(block, checksum(piece))
+                continue
+            self._begun.update(piece)
+            if ends:
                 self._add(block, self._begun.digest())
                 self._begun.reset()
-                self._num_begun_bytes = 0
-            else:
-                self._add(block, checksum(data[begin:end]))
-            self._block = next(self._blocks, None)
 
     def checksums(self) -> Checksums:
         """Returns the checksums, after the last part."""
-        assert self._block is None
+        assert self._pieces.is_over
         return [(first, sums.hex()) for first, sums in self._found]
 
     def _add(self, block: Block, digest: bytes) -> None:
@@ -422,7 +428,7 @@ def _hand_in(world: World, group: WriterGroup, receipt: WriteReceipt, *, what: s
     return None
 
 
-def collect_receipts(
+def _collect_receipts(
     world: World, group: WriterGroup, result: WriteResult, *, what: str
 ) -> list[WriteReceipt]:
     """Returns the receipts of all members, on their leader.
@@ -441,3 +447,73 @@ def collect_receipts(
         assert packed is not None
         receipts.append(WriteReceipt.parse(packed))
     return receipts
+
+
+def commit(
+    call: SaveCall,
+    plan: SavePlan,
+    result: WriteResult,
+    metadata: Mapping[str, str],
+    delta: Delta | None = None,
+) -> PerRankFiles:
+    """Writes the index, the ranks' own values and the commit record, and publishes the checkpoint.
+
+    Args:
+        call: The leader's call.
+        plan: Its plan.
+        result: What the ranks have written.
+        metadata: The user's text.
+        delta: The base, if the files are those of a delta.
+
+    Returns:
+        The files with the ranks' own values.
+
+    Raises:
+        StorageError: Bytes or checksums are missing, or storage failed.
+        CheckpointExists: Another save has made this checkpoint.
+    """
+    state, layout, target = plan.state, plan.state.layout, plan.target
+    structure, own = collect_own(
+        call.world, call.what, state.own, state.content.structure, layout.block_bytes
+    )
+    receipts = _collect_receipts(call.world, plan.group, result, what=call.what)
+    record = Record(
+        block_bytes=layout.block_bytes,
+        files=(
+            *_recorded(layout, receipts, target.url),
+            *map(partial(_record_own, layout.block_bytes), own.files, own.contents),
+        ),
+        state=structure,
+        metadata=metadata,
+        delta=delta,
+    )
+    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
+    small_files += zip((file.name for file in own.files), own.contents, strict=True)
+    small_files.append((RECORD_NAME, record.to_bytes()))
+    target.publish([each.written for each in receipts], small_files)
+    return own
+
+
+def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedFile:
+    sums = bytearray()
+    for entry in file.tensors:
+        end = entry.offset + entry.nbytes
+        for begin in range(entry.offset, end, block_bytes):
+            sums += checksum(content[begin : min(begin + block_bytes, end)])
+    return RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
+
+
+def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tuple[RecordedFile, ...]:
+    found = bytearray()
+    for first, digests in sorted(row for receipt in receipts for row in receipt.checksums):
+        if first * CHECKSUM_BYTES == len(found):
+            found += bytes.fromhex(digests)
+    files = []
+    for index, file in enumerate(layout.files):
+        first, end = layout.first_block(index), layout.first_block(index + 1)
+        sums = bytes(found[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES])
+        if len(sums) != (end - first) * CHECKSUM_BYTES:
+            missing = len(sums) // CHECKSUM_BYTES
+            raise StorageError(f"no rank hashed block {missing} of {end - first}", url=f"{url}/{file.name}")
+        files.append(RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), sums))
+    return tuple(files)

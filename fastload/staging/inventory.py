@@ -8,7 +8,7 @@ the record. Any other file is one range.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ import xxhash
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.geometry.blocks import Blocks, num_blocks
-from fastload.geometry.ranges import Space
+from fastload.geometry.ranges import Space, join_adjacent
 
 
 class BlockRange(NamedTuple):
@@ -92,32 +92,23 @@ class Inventory:
         Args:
             held: For each block, whether it is held.
         """
-        runs = []
-        for one, (first, end) in zip(self.file_ranges, pairwise(self.blocks.firsts), strict=True):
-            begin = held.find(0, first, end)
-            while begin >= 0:
-                stop = held.find(1, begin, end)
-                stop = end if stop < 0 else stop
-                offset = one.offset + (begin - first) * self.block_bytes
-                nbytes = min((stop - begin) * self.block_bytes, one.offset + one.nbytes - offset)
-                runs.append(BlockRun(begin, one.file, offset, nbytes))
-                begin = held.find(0, stop, end)
-        return runs
+        return list(self._runs(held, 0))
 
     def ranges(self, held: bytes | bytearray) -> dict[str, list[tuple[int, int]]]:
         """Returns the bytes of the held blocks: name of the file → disjoint (begin, end)."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for run in self.lacking(held.translate(_INVERTED)):
-            name, end = self.files[run.file].name, run.offset + run.nbytes
-            ranges = found.setdefault(name, [])
-            if ranges and ranges[-1][1] == run.offset:
-                ranges[-1] = (ranges[-1][0], end)
-            else:
-                ranges.append((run.offset, end))
-        return found
+        for run in self._runs(held, 1):
+            ranges = found.setdefault(self.files[run.file].name, [])
+            ranges.append((run.offset, run.offset + run.nbytes))
+        return {name: join_adjacent(ranges) for name, ranges in found.items()}
 
-
-_INVERTED = bytes([1, 0, *range(2, 256)])
+    def _runs(self, flags: bytes | bytearray, wanted: int) -> Iterator[BlockRun]:
+        """Yields maximal runs of blocks with a flag, within ranges."""
+        for one, (first, end) in zip(self.file_ranges, pairwise(self.blocks.firsts), strict=True):
+            for begin, stop in _runs(flags, wanted, first, end):
+                offset = one.offset + (begin - first) * self.block_bytes
+                nbytes = min((stop - begin) * self.block_bytes, one.offset + one.nbytes - offset)
+                yield BlockRun(begin, one.file, offset, nbytes)
 
 
 def take_inventory(
@@ -164,16 +155,19 @@ def _cut(
     return file_ranges
 
 
+def _runs(flags: bytes | bytearray, wanted: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yields maximal ranges (first, end) of flags between two."""
+    first = flags.find(wanted, begin, end)
+    while first >= 0:
+        stop = flags.find(1 - wanted, first, end)
+        stop = end if stop < 0 else stop
+        yield first, stop
+        first = flags.find(wanted, stop, end)
+
+
 def as_ranges(held: bytes | bytearray) -> list[tuple[int, int]]:
     """Returns the ranges (first, end) of flags that are set."""
-    ranges = []
-    begin = held.find(1)
-    while begin >= 0:
-        end = held.find(0, begin)
-        end = len(held) if end < 0 else end
-        ranges.append((begin, end))
-        begin = held.find(1, end)
-    return ranges
+    return list(_runs(held, 1, 0, len(held)))
 
 
 def held_by_all(hosts: Sequence[Sequence[tuple[int, int]]], num_blocks: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -39,7 +38,6 @@ __all__ = [
     "require_writable",
     "take",
 ]
-_log = logging.getLogger(__name__)
 
 _S3 = frozenset("s3 s3a".split())
 _HUB = "hf"
@@ -93,27 +91,12 @@ def open_storage(
     location = locate(path)
     if not location.scheme:
         return LocalStorage(location.address, io)
-    if location.scheme in registered_storages:
-        return _open_registered(location, options or {})
-    if location.scheme in OBJECT_STORES | HTTP:
-        if importlib.util.find_spec("obstore") is not None:
-            from fastload.storage.obstore import ObjectStorage
-
-            return ObjectStorage(location, names, options or {}, patience._replace(retries=0))
-        _log.warning(
-            "reading %s:// through fsspec, which is slow; better: pip install 'fastload-torch[remote]'",
-            location.scheme,
-        )
-    if location.scheme == _HUB:
-        for package in ("huggingface_hub", "obstore"):
-            if importlib.util.find_spec(package) is None:
-                raise OptionError(f"{_HUB}:// needs {package}: pip install 'fastload-torch[hub]'")
+    if location.scheme == _HUB and _HUB not in registered_storages:
+        _require(location, "hub", "huggingface_hub", "obstore")
         from fastload.storage.hub import HubStorage
 
         return HubStorage(location, options or {}, io=io, attempt_s=patience.attempt_s)
-    from fastload.storage.fsspec import FsspecStorage
-
-    return FsspecStorage(location, options or {})
+    return _open_url(location, names, options or {}, patience._replace(retries=0))
 
 
 def open_patiently(
@@ -165,7 +148,7 @@ def open_target(
     options = options or {}
     root = locate(f"{scheme}://{parent}")
     if scheme in _S3 - registered_storages.keys():
-        _require_obstore(scheme)
+        _require(root, "remote", "obstore")
         from fastload.storage.s3 import Multipart, S3Storage
 
         s3 = S3Storage(root, names, options, patience)
@@ -215,6 +198,20 @@ def put_next_to(
         storage.put(name, content)
 
 
+def _open_url(location: Location, names: Names, options: Mapping[str, Any], patience: Patience) -> Storage:
+    """Opens the storage of a URL, other than the hub's."""
+    if location.scheme in registered_storages:
+        return _open_registered(location, options)
+    if location.scheme in OBJECT_STORES | HTTP:
+        _require(location, "remote", "obstore")
+        from fastload.storage.obstore import ObjectStorage
+
+        return ObjectStorage(location, names, options, patience)
+    from fastload.storage.fsspec import FsspecStorage
+
+    return FsspecStorage(location, options)
+
+
 def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
     secrets = Secrets(location, options)
     with secrets.errors(location.url):
@@ -235,25 +232,18 @@ def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
 def _open_writable(
     root: Location, names: Names, options: Mapping[str, Any], patience: Patience
 ) -> WritableStorage:
-    if root.scheme in registered_storages:
-        storage = _open_registered(root, options)
-        if not isinstance(storage, WritableStorage):
-            storage.close()
-            raise OptionError(
-                f"cannot save to {root}: {type(storage).__name__} is for loads only; derive it from "
-                "fastload.WritableStorage"
-            )
-        return storage
-    if root.scheme in OBJECT_STORES:
-        _require_obstore(root.scheme)
-        from fastload.storage.obstore import ObjectStorage
-
-        return ObjectStorage(root, names, options, patience)
-    from fastload.storage.fsspec import FsspecStorage
-
-    return FsspecStorage(root, options)
+    storage = _open_url(root, names, options, patience)
+    if not isinstance(storage, WritableStorage):
+        storage.close()
+        raise OptionError(
+            f"cannot save to {root}: {type(storage).__name__} is for loads only; derive it from "
+            "fastload.WritableStorage"
+        )
+    return storage
 
 
-def _require_obstore(scheme: str) -> None:
-    if importlib.util.find_spec("obstore") is None:
-        raise OptionError(f"saving to {scheme}:// needs obstore: pip install 'fastload-torch[remote]'")
+def _require(location: Location, extra: str, *packages: str) -> None:
+    """Requires the packages for a URL, which an extra installs."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise OptionError(f"{location.scheme}:// needs {package}: pip install 'fastload-torch[{extra}]'")

@@ -30,44 +30,42 @@ class DescriptorPool:
         self._lock = lock if lock is not None else threading.Lock()
         self._abandoned: deque[Descriptor] = deque()
         self._num_open = 0
-        self._idle: OrderedDict[_Open, None] = OrderedDict()  # the longest unused first
+        self._idle: OrderedDict[Descriptor, None] = OrderedDict()  # the longest unused first
 
-    def take(self, descriptor: Descriptor) -> _Open | None:
-        """Adds a user to a descriptor, if it is open."""
+    def take(self, descriptor: Descriptor) -> int | None:
+        """Adds a user to a descriptor and returns its number, if it is open."""
         with self._lock:
-            if (opened := descriptor.opened) is not None:
-                opened.num_users += 1
-                self._idle.pop(opened, None)
-            return opened
+            if descriptor.number is None or descriptor.is_closed:
+                return None
+            descriptor.num_users += 1
+            self._idle.pop(descriptor, None)
+            return descriptor.number
 
-    def add(self, opened: _Open) -> list[_Open]:
-        """Adds a descriptor with one user; returns those to be closed for it."""
+    def add(self, descriptor: Descriptor, number: int) -> list[tuple[Descriptor, int]]:
+        """Adds an open descriptor with one user; returns those to be closed for it, with their numbers."""
         self._close_abandoned()
         with self._lock:
-            opened.descriptor.opened = opened
+            descriptor.number, descriptor.num_users = number, 1
             self._num_open += 1
             unused = list(islice(self._idle, max(0, self._num_open - _most())))
-            for one in unused:
-                self._forget(one)
-            return unused
+            return [(one, self._forget(one)) for one in unused]
 
-    def put_back(self, opened: _Open) -> None:
-        """Removes a user; the last one closes a descriptor that was dropped meanwhile."""
+    def put_back(self, descriptor: Descriptor) -> None:
+        """Removes a user; the last one closes a descriptor that was closed meanwhile."""
         with self._lock:
-            opened.num_users -= 1
-            unused = not opened.num_users
-            kept = opened.descriptor.opened is opened
-            if unused and kept:
-                self._idle[opened] = None
-        if unused and not kept:
-            os.close(opened.number)
+            descriptor.num_users -= 1
+            if descriptor.num_users:
+                return
+            if not descriptor.is_closed:
+                self._idle[descriptor] = None
+                return
+            number = self._forget(descriptor)
+        os.close(number)
 
-    def drop(self, descriptor: Descriptor) -> _Open | None:
-        """Forgets an open descriptor; returns it if it has no users, for the caller to close."""
+    def drop(self, descriptor: Descriptor) -> int | None:
+        """Forgets a descriptor without users; returns its number for the caller to close, if it is open."""
         with self._lock:
-            if (opened := descriptor.opened) is not None:
-                self._forget(opened)
-            return opened if opened is not None and not opened.num_users else None
+            return self._drop(descriptor)
 
     def abandon(self, descriptor: Descriptor) -> None:
         """Closes a descriptor from a finalizer.
@@ -80,18 +78,22 @@ class DescriptorPool:
     def _close_abandoned(self) -> None:
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
-                opened = self._abandoned.popleft().opened if self._abandoned else None
-                if opened is not None:
-                    self._forget(opened)
+                number = self._drop(self._abandoned.popleft()) if self._abandoned else None
             finally:
                 self._lock.release()
-            if opened is not None and not opened.num_users:
-                os.close(opened.number)
+            if number is not None:
+                os.close(number)
 
-    def _forget(self, opened: _Open) -> None:
-        self._idle.pop(opened, None)
-        opened.descriptor.opened = None
+    def _drop(self, descriptor: Descriptor) -> int | None:
+        is_unused = descriptor.number is not None and not descriptor.num_users
+        return self._forget(descriptor) if is_unused else None
+
+    def _forget(self, descriptor: Descriptor) -> int:
+        number, descriptor.number = descriptor.number, None
+        assert number is not None
+        self._idle.pop(descriptor, None)
         self._num_open -= 1
+        return number
 
 
 def _most() -> int:
@@ -108,60 +110,57 @@ class Descriptor:
         finish: Called before it is closed for another one, and by `finish`.
 
     Attributes:
-        opened: The open descriptor, if any; owned by the pool.
+        number: Its number if it is open; set by the pool, as is `num_users`.
+        num_users: Users at the moment.
+        is_closed: Whether it is closed permanently: a late use could find another directory under its number.
     """
 
     def __init__(
         self, pool: DescriptorPool, open_: Callable[[], int], finish: Callable[[int], object] | None = None
     ) -> None:
-        self.opened: _Open | None = None
+        self.number: int | None = None
+        self.num_users = 0
+        self.is_closed = False
         self._pool = pool
         self._open = open_
         self._finish = finish
         self._opening = threading.Lock()
-        self._closed = False
 
     def use(self) -> AbstractContextManager[int]:
         """Opens the file and yields its number, which stays open in the `with` block."""
         with self._opening:
-            unused: list[_Open] = []
-            if (opened := self._pool.take(self)) is None:
-                opened = self._open_now()
-                unused = self._pool.add(opened)
-        return self._lend(opened, unused)
-
-    def _open_now(self) -> _Open:
-        if not self._closed:
-            number = self._open()
-            if not self._closed:
-                return _Open(self, number)
-            os.close(number)
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            unused: list[tuple[Descriptor, int]] = []
+            if (number := self._pool.take(self)) is None:
+                if self.is_closed:
+                    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+                number = self._open()
+                unused = self._pool.add(self, number)
+        return self._lend(number, unused)
 
     @contextmanager
-    def _lend(self, opened: _Open, unused: Sequence[_Open]) -> Iterator[int]:
+    def _lend(self, number: int, unused: Sequence[tuple[Descriptor, int]]) -> Iterator[int]:
         try:
             with ExitStack() as closing:
-                for one in unused:
-                    closing.callback(one.descriptor.end, one.number)
-            yield opened.number
+                for one, other in unused:
+                    closing.callback(one.end, other)
+            yield number
         finally:
-            self._pool.put_back(opened)
+            self._pool.put_back(self)
 
     def finish(self) -> None:
         """Calls `finish` and closes it, if it is open. It must have no users."""
-        if (opened := self._pool.drop(self)) is not None:
-            self.end(opened.number)
+        if (number := self._pool.drop(self)) is not None:
+            self.end(number)
 
     def close(self) -> None:
         """Closes it permanently, once it has no users, without calling `finish`."""
-        self._closed = True  # a late use could find another directory under the same number
-        if (opened := self._pool.drop(self)) is not None:
-            os.close(opened.number)
+        self.is_closed = True
+        if (number := self._pool.drop(self)) is not None:
+            os.close(number)
 
     def abandon(self) -> None:
         """Closes it permanently, from the finalizer of its owner."""
-        self._closed = True
+        self.is_closed = True
         self._pool.abandon(self)
 
     def end(self, number: int) -> None:
@@ -222,18 +221,3 @@ class DirectFile:
         """Closes both descriptors, from the finalizer of their owner."""
         self.cached.abandon()
         self._direct.abandon()
-
-
-class _Open:
-    """An open descriptor.
-
-    Attributes:
-        descriptor: Its file.
-        number: Its number.
-        num_users: Users at the moment.
-    """
-
-    def __init__(self, descriptor: Descriptor, number: int) -> None:
-        self.descriptor = descriptor
-        self.number = number
-        self.num_users = 1

@@ -1,4 +1,4 @@
-"""Storage through fsspec: sftp, hdfs, memory; object stores for reads, where obstore is not installed."""
+"""Storage through fsspec: sftp, hdfs, memory, and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fsspec
 
 from fastload.errors import OptionError, StorageError
 from fastload.storage.base import CHANGED, FileStat, Folder, ObjectWriter, WritableStorage
-from fastload.storage.location import HTTP, OBJECT_STORES, Secrets, locate
+from fastload.storage.location import Secrets, locate
 
 T = TypeVar("T")
 
@@ -29,14 +29,20 @@ class FsspecStorage(WritableStorage):
         options: Arguments of the fsspec file system.
 
     Raises:
-        OptionError: The scheme is unknown, or a package is missing.
+        OptionError: The scheme or an option is unknown, or a package is missing.
+        StorageError: The file system connects at once, and that failed.
     """
 
     def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
         super().__init__(url)
-        self._location = locate(url)
-        self.secrets = Secrets(self._location, options)
-        self._files, self._root = open_file_system(self._location, options)
+        location = locate(url)
+        self.secrets = Secrets(location, options)
+        with self.secrets.errors(location.url, is_transient=_is_transient):
+            try:
+                self._files, self._root = fsspec.core.url_to_fs(location.address, **options)
+            except (ValueError, ImportError, TypeError) as error:
+                why = self.secrets.hide(str(error))
+                raise OptionError(f"cannot open {location}: {why}") from self.secrets.clean(error)
 
     def stat(self, name: str) -> FileStat | None:
         try:
@@ -150,8 +156,6 @@ class FsspecStorage(WritableStorage):
         self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _path(self, name: str) -> str:
-        if self._location.scheme in HTTP:  # its paths are URLs
-            return (self._location / name).address
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def _call(
@@ -159,27 +163,6 @@ class FsspecStorage(WritableStorage):
     ) -> T:
         with self.secrets.errors(self.label(name), offset, nbytes, is_transient=_is_transient):
             return ask(self._path(name))
-
-
-def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Opens the fsspec file system of a URL; returns it with the path in it.
-
-    Raises:
-        OptionError: The scheme or an option is unknown, or a package is missing.
-        StorageError: The file system connects at once, and that failed.
-    """
-    location = locate(url)
-    secrets = Secrets(location, options)
-    with secrets.errors(location.url, is_transient=_is_transient):
-        try:
-            files, root = fsspec.core.url_to_fs(location.address, **options)
-        except (ValueError, ImportError, TypeError) as error:
-            why = secrets.hide(str(error))
-            if isinstance(error, ImportError) and location.scheme in OBJECT_STORES | HTTP:
-                extra = "pip install 'fastload-torch[remote]'"
-                why = f"it needs obstore: {extra} (fsspec, the slow way, says: {why})"
-            raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
-        return files, root
 
 
 def _is_transient(error: Exception) -> bool:

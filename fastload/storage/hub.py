@@ -34,10 +34,9 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 from fastload.base.version import __version__
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, StorageError
 from fastload.storage.base import FileStat, Folder, Storage
-from fastload.storage.local import LocalStorage
+from fastload.storage.local import LocalStorage, hub_blob
 from fastload.storage.location import HTTP, Location, Secrets, locate
 from fastload.storage.obstore import advice, is_transient, make_store
-from fastload.storage.single_file import hub_blob
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import stat as stat_flags
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
@@ -18,13 +19,15 @@ from fastload.storage.descriptors import DirectFile
 from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
-from fastload.storage.single_file import sha_256_on_hub
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNMAPPABLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
+_SHA_256 = re.compile("[0-9a-f]{64}")
+_HUB_METADATA = ".cache/huggingface/download/{}.metadata"
+_NEWER_S = 1.0  # than this metadata: a file that was changed since
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
 
 
@@ -98,7 +101,7 @@ class LocalStorage(Storage):
         return None
 
     def sha256(self, name: str, version: str) -> str:
-        return sha_256_on_hub(self.url, name)
+        return _sha_256_on_hub(self.url, name)
 
     def list(self) -> list[str] | None:
         with os_errors(self.url), _unless(*_ABSENT), os.scandir(self.url) as entries:
@@ -401,3 +404,28 @@ def _is_cold(opened: int, offset: int, nbytes: int) -> bool:
         except OSError:
             return False  # cannot say
     return True
+
+
+# Files that come from the Hugging Face hub
+
+
+def hub_blob(path: str) -> str:
+    """Returns the name of the blob that a file in the hub's cache links to, which is its ETag; or empty."""
+    blobs, name = os.path.split(os.path.realpath(path))
+    return name if os.path.basename(blobs) == "blobs" else ""
+
+
+def _sha_256_on_hub(folder: str, name: str) -> str:
+    """Returns the SHA-256 that a file has on the Hugging Face hub; empty if the hub's cache does not say.
+
+    The file is in the cache, named after its SHA-256, or in a directory of ``hf download --local-dir``.
+    """
+    path = os.path.join(folder, name)
+    if _SHA_256.fullmatch(digest := hub_blob(path)):
+        return digest
+    with suppress(OSError, ValueError):
+        with open(os.path.join(folder, _HUB_METADATA.format(name)), encoding="ascii") as file:
+            _, digest, when = file.read(1000).split()[:3]
+        if os.stat(path).st_mtime <= float(when) + _NEWER_S and _SHA_256.fullmatch(digest):
+            return digest
+    return ""

@@ -9,8 +9,8 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -175,16 +175,20 @@ class LocalFiles:
         path: Path of that directory, for messages.
         written: Collects ranges and errors.
         directly: Whether to try direct I/O.
+        flags: Flags to open files with.
 
     Attributes:
         folder: Descriptor of the directory.
     """
 
-    def __init__(self, folder: int, path: str, written: Written, *, directly: bool) -> None:
+    def __init__(
+        self, folder: int, path: str, written: Written, *, directly: bool, flags: int = os.O_WRONLY
+    ) -> None:
         self.folder = folder
         self._path = path
         self._written = written
         self._directly = directly
+        self._flags = flags
         self._files: dict[str, DirectFile] = {}
         self._pool = DescriptorPool()
         self._closed = False
@@ -194,6 +198,12 @@ class LocalFiles:
     def place(self, name: str) -> str:
         """Returns the path of a file, for messages."""
         return os.path.join(self._path, name)
+
+    @contextmanager
+    def use(self, name: str, offset: int, nbytes: int) -> Iterator[int]:
+        """Yields the descriptor of a file; errors name the range."""
+        with os_errors(self.place(name), offset, nbytes), self._file(name).cached.use() as descriptor:
+            yield descriptor
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Writes a range of an existing file. Thread-safe.
@@ -258,7 +268,7 @@ class LocalFiles:
             return self._files[name]
 
     def _open(self, name: str, flags: int) -> int:
-        return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | flags, dir_fd=self.folder)
+        return os.open(name, self._flags | os.O_NOFOLLOW | flags, dir_fd=self.folder)
 
     def _sync(self, path: str, descriptor: int) -> None:
         """Makes the writes of a descriptor durable before it is closed: only it reports their errors."""

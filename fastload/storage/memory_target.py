@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders
 from fastload.storage.base import Written
-from fastload.storage.descriptors import Descriptor, DescriptorPool
-from fastload.storage.folders import os_errors
+from fastload.storage.local_target import LocalFiles
 from fastload.storage.memory_folder import JobFolder
 
 ALIGN_BYTES = 1 << 20
@@ -80,10 +77,7 @@ class MemoryTarget:
         self._part: HostPart | None = None
         self._sizes: dict[str, int] = {}
         self._written = Written()
-        self._files: dict[str, Descriptor] = {}
-        self._pool = DescriptorPool()
-        self._lock = threading.Lock()
-        self._folder = -1
+        self._opened: LocalFiles | None = None
 
     def expect(self, part: HostPart) -> None:
         """Sets what this host keeps; call it before `prepare` or `join`."""
@@ -101,8 +95,19 @@ class MemoryTarget:
         self._sizes = dict(ticket["files"])
         files = [(name, nbytes, self._part.heads[name]) for name, nbytes in ticket["files"]]
         self._job.make(self._name, self._part.plan, files, self._part.nbytes)
-        self._folder = self._job.open(self._name)
+        self._opened = LocalFiles(
+            self._job.open(self._name),
+            self._job.place(self._name),
+            self._written,
+            directly=False,
+            flags=os.O_RDWR | os.O_NONBLOCK,
+        )
         self.reserve(self._part.ranges)
+
+    @property
+    def _files(self) -> LocalFiles:
+        assert self._opened is not None, "prepare or join first"
+        return self._opened
 
     def reserve(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Allocates the memory for ranges of files.
@@ -111,18 +116,12 @@ class MemoryTarget:
             StorageError: There is no room.
         """
         for name, begin, end in ranges:
-            with os_errors(self._place(name), begin, end - begin), self._file(name).use() as file:
+            with self._files.use(name, begin, end - begin) as file:
                 folders.reserve_range(file, begin, end - begin)
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         assert offset + len(data) <= self._sizes[name], (name, offset, len(data))
-        with (
-            self._written.noted(),
-            os_errors(self._place(name), offset, len(data)),
-            self._file(name).use() as file,
-        ):
-            folders.write_all(file, offset, data)
-        self._written.add(name, offset, offset + len(data))
+        self._files.write(name, offset, data)
 
     def read(self, name: str, offset: int, data: memoryview) -> None:
         """Reads a range of a file on this host.
@@ -130,13 +129,16 @@ class MemoryTarget:
         Raises:
             StorageError: The read failed.
         """
-        with os_errors(self._place(name), offset, len(data)), self._file(name).use() as file:
+        with self._files.use(name, offset, len(data)) as file:
             position, left = offset, data
             while len(left):
                 count = os.preadv(file, [left], position)
                 if not count:
                     raise StorageError(
-                        "the file is shorter than when it was created", self._place(name), offset, len(data)
+                        "the file is shorter than when it was created",
+                        self._files.place(name),
+                        offset,
+                        len(data),
                     )
                 position, left = position + count, left[count:]
 
@@ -163,21 +165,5 @@ class MemoryTarget:
         self._job.discard(self._name)
 
     def close(self) -> None:
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            folder, self._folder = self._folder, -1
-        if folder >= 0:
-            os.close(folder)
-
-    def _place(self, name: str) -> str:
-        return os.path.join(self._job.place(self._name), name)
-
-    def _file(self, name: str) -> Descriptor:
-        with self._lock:
-            if self._folder < 0:
-                raise StorageError("the save to memory has ended", url=self._place(name))
-            if name not in self._files:
-                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                self._files[name] = Descriptor(self._pool, partial(os.open, name, flags, dir_fd=self._folder))
-            return self._files[name]
+        if self._opened is not None:
+            self._opened.close()

@@ -13,21 +13,20 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastload.base.threads import in_threads
-from fastload.errors import CheckpointExists, DeadlineExceeded, StorageError
+from fastload.errors import CheckpointExists, DeadlineExceeded, OptionError, StorageError
 from fastload.storage.base import (
-    Keys,
     Names,
     ObjectWriter,
-    Uploads,
     WritableStorage,
     Written,
     new_token,
+    pending_name,
     saved_name,
 )
-from fastload.storage.destination import replaced_names
+from fastload.storage.destination import kept_names
 from fastload.storage.process import Owner, living_saves
 
 _log = logging.getLogger(__name__)
@@ -36,6 +35,78 @@ _REFRESH_S = 60.0
 _PUBLISHING_S = 600.0  # an owner file this old belongs to a dead save, since running saves refresh theirs
 _SETTLE_S = 0.5  # longer than a request; see `OwnerFile.acquire`
 _ABANDONED_S = 24 * 3600.0  # a save of another host that began this long ago is dead
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of the objects of one save, relative to the parent of the checkpoint.
+
+    Attributes:
+        name: Name of the checkpoint.
+        token: Unique name of the save.
+    """
+
+    name: str
+    token: str
+
+    @property
+    def folder(self) -> str:
+        """Prefix of the pending objects."""
+        return pending_name(self.name, self.token)
+
+    @property
+    def owner(self) -> str:
+        """Key of the owner file: written first, deleted last."""
+        return self.pending("owner.json")
+
+    def pending(self, name: str) -> str:
+        """Returns the key of a pending file."""
+        return f"{self.folder}/{name}"
+
+    def published(self, name: str) -> str:
+        """Returns the key of a published file."""
+        return f"{self.name}/{name}"
+
+
+class Uploads(Protocol):
+    """The uploads of one save, on one rank. Raises the errors of its library.
+
+    Attributes:
+        ordered: As `Target.ordered`.
+    """
+
+    @property
+    def ordered(self) -> bool: ...
+
+    def align_bytes(self, largest_bytes: int) -> int | None:
+        """Returns the alignment as `Target.align_bytes`; a write is at most that long."""
+
+    def begin(self, keys: Keys, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Begins all uploads, on the coordinator; returns their ids by file. On errors, leaves none."""
+
+    def join(self, keys: Keys, sizes: Mapping[str, int], uploads: Mapping[str, str]) -> None:
+        """Joins uploads that the coordinator began."""
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Uploads a range of a file. Thread-safe."""
+
+    def end(self, name: str) -> None:
+        """Makes this rank's part of a file durable."""
+
+    def receipt(self) -> dict[str, Any]:
+        """Returns this rank's part of the receipts for `publish`, in JSON types."""
+
+    def publish(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
+        """Publishes a file under its name, once all ranks have uploaded it."""
+
+    def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
+        """Aborts unfinished uploads to the checkpoint of that name."""
+
+    def give_up_old(self, age_s: float) -> list[str]:
+        """Aborts uploads below the same parent that are this old and have no owner; returns their URLs."""
+
+    def close(self) -> None:
+        """Releases connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +152,6 @@ class Lease:
         if self.owner is None:
             return None
         return (self.owner == Owner.here() and self.token not in living_saves) or self.owner.is_gone
-
-
-def put_owner(bucket: WritableStorage, keys: Keys, uploads: Mapping[str, str]) -> None:
-    """Writes the owner file of pending files: this process, and the uploads to abort if it dies."""
-    owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
-    bucket.put(keys.owner, json.dumps(owner).encode())
 
 
 class OwnerFile:
@@ -202,11 +267,36 @@ class OwnerFile:
         self._bucket.delete([self._key])
 
     def _own(self, there: set[str], written: Iterable[str], listed: Iterable[str]) -> set[str]:
-        is_replaced = self._overwrite and self._names.record in there
-        record = self._bucket.get(self.keys.published(self._names.record)) if is_replaced else None
-        return replaced_names(
-            self._url, there, record, listed, written, self._names, overwrite=self._overwrite
-        )
+        """Returns the names of the objects that the new checkpoint replaces.
+
+        Args:
+            there: Names of all objects there.
+            written: Names of files of the new checkpoint.
+            listed: The files that the owner file of a dead save lists.
+
+        Raises:
+            CheckpointExists: As for `check_free`.
+            OptionError: As for `check_free`.
+        """
+        names, own = self._names, there & {self._names.owner, *listed}
+        if names.record in there:
+            if not self._overwrite:
+                raise CheckpointExists(f"{self._url} exists: pass overwrite=True (--overwrite) to replace it")
+            record = self._bucket.get(self.keys.published(names.record))
+            own |= names.own(there, [record or b""])
+        else:
+            is_other = self._overwrite and not there.isdisjoint(names.others)
+            if is_other:
+                own |= names.own(there, [])
+            foreign = sorted(there - own)
+            if foreign and not self._overwrite:
+                raise CheckpointExists(f"{self._url} is not empty: {foreign[:5]}")
+            if foreign and names.owner not in there and not is_other:
+                raise OptionError(
+                    f"{self._url} has no {names.record}: overwrite=True replaces only checkpoints of fastload"
+                )
+        kept_names(self._url, there, own, written, names)
+        return own
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes published files, the record first."""
@@ -231,67 +321,6 @@ class OwnerFile:
         """Raises if another save has replaced the owner file."""
         if not self._is_ours:
             raise StorageError("another save assumed that this one was dead, and replaced it")
-
-
-def clean_abandoned(bucket: WritableStorage, uploads: Uploads, names: Names, parent: str) -> list[str]:
-    """Removes the orphans below the root of a bucket; returns their URLs.
-
-    Args:
-        bucket: The bucket.
-        uploads: Uploads to it.
-        names: Names of files of a checkpoint.
-        parent: URL of the root.
-    """
-    removed, failures = [], []
-    for folder in bucket.folders("."):  # as names of pending directories begin
-        if (name := saved_name(folder)) is None:
-            continue
-        keys = Keys(name, folder.split(".")[-2])
-        try:
-            if _is_abandoned(bucket, keys):
-                _clear_published(bucket, keys, names)
-                discard(bucket, uploads, keys)
-                removed.append(f"{parent}/{folder}")
-        except Exception as error:  # the others are removed all the same
-            failures.append(error)
-    removed += uploads.give_up_old(_ABANDONED_S)
-    if failures:
-        raise failures[0]
-    return removed
-
-
-def _is_abandoned(bucket: WritableStorage, keys: Keys) -> bool:
-    ended = Lease.parse(bucket.get(keys.owner), keys.token).has_ended
-    return time.time() - _written_s(bucket, keys) > _ABANDONED_S if ended is None else ended
-
-
-def _written_s(bucket: WritableStorage, keys: Keys) -> float:
-    """Returns the time of the owner file; without one, after an abort, that of the last pending file."""
-    written_s = bucket.modified_s(keys.owner)
-    if written_s < math.inf:
-        return written_s
-    pending = [keys.pending(name) for name in bucket.files(keys.folder)]
-    return max(map(bucket.modified_s, pending), default=math.inf)
-
-
-def _clear_published(bucket: WritableStorage, keys: Keys, names: Names) -> None:
-    """Deletes the published files of a dead save, unless they are complete."""
-    owner = keys.published(names.owner)
-    lease = Lease.parse(bucket.get(owner))
-    if lease.token != keys.token:
-        return
-    there = bucket.files(keys.name)
-    if names.record not in there:
-        bucket.delete([keys.published(file) for file in sorted(there) if file in lease.files])
-    bucket.delete([owner])
-
-
-def discard(bucket: WritableStorage, uploads: Uploads, keys: Keys) -> None:
-    """Removes the pending files of a save; the owner file goes last, so that failures leave an orphan."""
-    uploads.give_up(keys.name, Lease.parse(bucket.get(keys.owner), keys.token).uploads)
-    files = [keys.pending(name) for name in bucket.files(keys.folder)]
-    bucket.delete([*(file for file in files if file != keys.owner), keys.owner])
-    bucket.delete_folder(keys.folder)
 
 
 class ObjectTarget:
@@ -334,14 +363,19 @@ class ObjectTarget:
             self._owner = owner
             living_saves.add(keys.token)
             try:
-                put_owner(self._bucket, keys, {})
+                self._put_owner(keys, {})
                 uploads = self._uploads.begin(keys, self._sizes)
                 if uploads:
-                    put_owner(self._bucket, keys, uploads)
+                    self._put_owner(keys, uploads)
             except BaseException:
                 self.abort()
                 raise
         return {"token": keys.token, "files": self._sizes, "uploads": uploads}
+
+    def _put_owner(self, keys: Keys, uploads: Mapping[str, str]) -> None:
+        """Writes the owner file of pending files: this process, and the uploads to abort if it dies."""
+        owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
+        self._bucket.put(keys.owner, json.dumps(owner).encode())
 
     def _clean(self) -> None:
         try:
@@ -404,7 +438,7 @@ class ObjectTarget:
             owner.commit(record, content)
         with self._tolerated("what the save needed"):  # the checkpoint exists; the rest is orphans
             owner.delete()
-            discard(self._bucket, self._uploads, owner.keys)
+            self._discard(owner.keys)
         self._owner = None
         living_saves.discard(owner.keys.token)
 
@@ -424,14 +458,60 @@ class ObjectTarget:
         try:
             with self._tolerated("what is pending"):
                 owner.take_back()
-                discard(self._bucket, self._uploads, owner.keys)
+                self._discard(owner.keys)
         finally:
             living_saves.discard(owner.keys.token)
 
     def clean_abandoned(self) -> list[str]:
         parent = self.url.rpartition("/")[0]
+        removed, failures = [], []
         with self._errors(""):
-            return clean_abandoned(self._bucket, self._uploads, self._names, parent)
+            for folder in self._bucket.folders("."):  # as names of pending directories begin
+                if (name := saved_name(folder)) is None:
+                    continue
+                keys = Keys(name, folder.split(".")[-2])
+                try:
+                    if self._is_abandoned(keys):
+                        self._clear_published(keys)
+                        self._discard(keys)
+                        removed.append(f"{parent}/{folder}")
+                except Exception as error:  # the others are removed all the same
+                    failures.append(error)
+            removed += self._uploads.give_up_old(_ABANDONED_S)
+            if failures:
+                raise failures[0]
+        return removed
+
+    def _is_abandoned(self, keys: Keys) -> bool:
+        ended = Lease.parse(self._bucket.get(keys.owner), keys.token).has_ended
+        return time.time() - self._written_s(keys) > _ABANDONED_S if ended is None else ended
+
+    def _written_s(self, keys: Keys) -> float:
+        """Returns the time of the owner file; without one, after an abort, that of the last pending file."""
+        written_s = self._bucket.modified_s(keys.owner)
+        if written_s < math.inf:
+            return written_s
+        pending = [keys.pending(name) for name in self._bucket.files(keys.folder)]
+        return max(map(self._bucket.modified_s, pending), default=math.inf)
+
+    def _clear_published(self, keys: Keys) -> None:
+        """Deletes the published files of a dead save, unless they are complete."""
+        owner = keys.published(self._names.owner)
+        lease = Lease.parse(self._bucket.get(owner))
+        if lease.token != keys.token:
+            return
+        there = self._bucket.files(keys.name)
+        if self._names.record not in there:
+            self._bucket.delete([keys.published(file) for file in sorted(there) if file in lease.files])
+        self._bucket.delete([owner])
+
+    def _discard(self, keys: Keys) -> None:
+        """Removes the pending files of a save; the owner file goes last, so that failures leave an orphan."""
+        owner = self._bucket.get(keys.owner)
+        self._uploads.give_up(keys.name, Lease.parse(owner, keys.token).uploads)
+        files = [keys.pending(name) for name in self._bucket.files(keys.folder)]
+        self._bucket.delete([*(file for file in files if file != keys.owner), keys.owner])
+        self._bucket.delete_folder(keys.folder)
 
     def remove(self) -> None:
         keys = Keys(self._name, new_token())

@@ -9,13 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from logging import Logger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastload.base.threads import ProcessLock
 from fastload.storage.descriptors import DescriptorPool
-
-if TYPE_CHECKING:
-    from fastload.storage.base import Storage
 
 read_descriptors = DescriptorPool(ProcessLock())
 """Descriptors of all files that are read: the limit is one for the whole process."""
@@ -24,7 +21,7 @@ living_saves: set[str] = set()
 """Tokens of this process's running saves to object stores. A save of this process that is missing here has
 ended, and its objects are orphans."""
 
-registered_storages: dict[str, Callable[..., Storage]] = {}
+registered_storages: dict[str, Callable[..., Any]] = {}
 """What opens the storage of a URL scheme, as users registered it."""
 
 making_client = ProcessLock()

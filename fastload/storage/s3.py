@@ -15,8 +15,9 @@ from fastload.base.memory import round_up
 from fastload.base.threads import in_threads, within
 from fastload.errors import OptionError
 from fastload.options import Patience
-from fastload.storage.base import Keys, Names
+from fastload.storage.base import Names
 from fastload.storage.location import Location
+from fastload.storage.object_target import Keys
 from fastload.storage.obstore import ObjectStorage, s3_settings
 from fastload.storage.process import boto3_session, making_client
 from fastload.storage.retry import patiently

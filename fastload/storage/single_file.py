@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,10 +13,7 @@ from fastload.base.memory import round_up
 from fastload.errors import CheckpointExists, StorageError
 from fastload.storage.folders import NOT_LINKED, closing, os_errors, write_all
 
-_SHA_256 = re.compile("[0-9a-f]{64}")
-_HUB_METADATA = ".cache/huggingface/download/{}.metadata"
 _ALIGN_BYTES = 64
-_NEWER_S = 1.0  # than this metadata: a file that was changed since
 
 
 def make_pending(path: str, *, overwrite: bool) -> str:
@@ -175,25 +171,3 @@ def write_text(path: str, pieces: Iterable[str]) -> None:
             file.writelines(pieces)
     except OSError as error:
         raise StorageError(str(error.strerror), url=path) from error
-
-
-def hub_blob(path: str) -> str:
-    """Returns the name of the blob that a file in the hub's cache links to, which is its ETag; or empty."""
-    blobs, name = os.path.split(os.path.realpath(path))
-    return name if os.path.basename(blobs) == "blobs" else ""
-
-
-def sha_256_on_hub(folder: str, name: str) -> str:
-    """Returns the SHA-256 that a file has on the Hugging Face hub; empty if the hub's cache does not say.
-
-    The file is in the cache, named after its SHA-256, or in a directory of ``hf download --local-dir``.
-    """
-    path = os.path.join(folder, name)
-    if _SHA_256.fullmatch(digest := hub_blob(path)):
-        return digest
-    with suppress(OSError, ValueError):
-        with open(os.path.join(folder, _HUB_METADATA.format(name)), encoding="ascii") as file:
-            _, digest, when = file.read(1000).split()[:3]
-        if os.stat(path).st_mtime <= float(when) + _NEWER_S and _SHA_256.fullmatch(digest):
-            return digest
-    return ""

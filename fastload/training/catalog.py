@@ -1,4 +1,4 @@
-"""The checkpoints below a root: their listing, the name of their run, and the removal of old ones."""
+"""The checkpoints below a root: their listing, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastload.base.threads import Task, in_threads
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
@@ -28,7 +28,6 @@ from fastload.storage import (
     open_patiently,
     open_target,
 )
-from fastload.storage.memory_folder import CHECKPOINT_NAME as RUN_NAME
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 
 MAX_STEP = MAX_INT
@@ -454,93 +453,6 @@ def _is_in(path: str, folder: str) -> bool:
 
 def _normal(url: str) -> str:
     return os.path.abspath(url) if os.path.isabs(url) else url
-
-
-_FOLDER = "fastload-run"  # a checkpoint without files, which works on every storage
-_RUN_PREFIX = "fastload-"  # shorter than the name, which some stores do not list
-_RUN, _ROOT = "run", "root"
-
-
-class RunName:
-    """The name of a run, stored in its root.
-
-    The path of the root is stored with it. If that is another root, which still has the name, this one is a
-    copy, and gets its own name.
-
-    Args:
-        catalog: The catalog of the root.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._stored: _StoredName | None = None
-
-    def read(self) -> str:
-        """Returns the name; empty without one.
-
-        Raises:
-            StorageError: Storage does not answer.
-        """
-        stored = self._stored = self._read(self._catalog.root)
-        return stored.run if stored is not None and not self._is_copy(stored) else ""
-
-    def write(self, run: str) -> None:
-        """Stores a name in the root, unless it has it.
-
-        Raises:
-            FastloadError: It cannot be written.
-        """
-        root = self._catalog.root
-        if self._stored is not None and self._stored[:2] == (run, root.url):
-            return
-        record = Record(1, (), metadata={_RUN: run, _ROOT: root.url})
-        with closing(self._catalog.open_target(root / _FOLDER)) as target:
-            try:
-                target.prepare([], overwrite=True)
-                target.publish([target.flush()], [(RECORD_NAME, record.to_bytes())])
-            except BaseException:
-                target.abort()
-                raise
-
-    def _is_copy(self, stored: _StoredName) -> bool:
-        """Whether the root that the name was stored for still exists, at another path."""
-        root = self._catalog.root
-        if stored.root == root.url:
-            return False
-        try:
-            other = locate(stored.root)
-            found = self._read(other) if other.scheme == root.scheme else stored
-        except FastloadError:
-            return True  # perhaps
-        is_same_folder = found is not None and bool(found.place) and found.place == stored.place
-        return found is not None and found.run == stored.run and not is_same_folder
-
-    def _read(self, root: Location) -> _StoredName | None:
-        with closing(self._catalog.open_storage(root)) as storage:
-            folder = storage.folders(_RUN_PREFIX).get(_FOLDER)
-            stat = folder.files.get(RECORD_NAME) if folder is not None else None
-            if folder is None or stat is None or stat.nbytes > MAX_RECORD_BYTES:
-                return None
-            try:
-                metadata = parse(storage.read_all(f"{_FOLDER}/{RECORD_NAME}", stat)).metadata
-            except CheckpointError:
-                return None
-        run = metadata.get(_RUN, "")
-        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if RUN_NAME.fullmatch(run) else None
-
-
-class _StoredName(NamedTuple):
-    """The name of a run, as stored in a root.
-
-    Attributes:
-        run: The name.
-        root: URL of the root that it was stored for.
-        place: Its path with links resolved; empty where storage has no links.
-    """
-
-    run: str
-    root: str
-    place: str
 
 
 _log = logging.getLogger(__name__)

@@ -7,10 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastload.errors import OptionError
 from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
+
+if TYPE_CHECKING:
+    from fastload.memory_tier.tier import TierSave
+    from fastload.saving.background import SaveHandle
+
+SaveT = TypeVar("SaveT", bound="SaveHandle | TierSave | None")
 
 _log = logging.getLogger(__name__)
 
@@ -82,31 +88,6 @@ class IntervalPolicy:
         return (self.memory_every_steps, self.memory_every_seconds) != (None, None)
 
 
-class SavedReport(Protocol):
-    """The duration in the report of a save."""
-
-    @property
-    def background_s(self) -> float:
-        """Seconds from the end of the stall until the checkpoint existed."""
-        ...
-
-
-class RunningSave(Protocol):
-    """A save in the background, to either tier."""
-
-    @property
-    def report(self) -> SavedReport | None:
-        """Its report once it has succeeded; otherwise None."""
-        ...
-
-    def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
-        ...
-
-
-SaveT = TypeVar("SaveT", bound=RunningSave | None)
-
-
 class IntervalController:
     """The seconds between saves to each tier, as given, or computed from the times of steps and saves.
 
@@ -168,15 +149,9 @@ class IntervalController:
             for stall_s, background_s in tier.ended() if tier is not None else ():
                 self._learn(tier, stall_s, background_s)
 
-    def save_to_storage(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`, and measures the stall of the training."""
-        return self._measure(self._storage, save)
-
-    def save_to_memory(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`, and measures the stall of the training."""
-        return self._measure(self._memory, save)
-
-    def _measure(self, tier: _TierInterval | None, save: Callable[[], SaveT]) -> SaveT:
+    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
+        """Calls `save`, and measures the stall of the training; the save is one to storage or to memory."""
+        tier = self._memory if in_memory else self._storage
         began = time.monotonic()
         running = save()
         stall_s = time.monotonic() - began
@@ -235,7 +210,7 @@ class _TierInterval:
 
     def __init__(self, cadence: AdaptiveInterval, doing: str) -> None:
         self.cadence = cadence
-        self.running: list[tuple[RunningSave, float]] = []
+        self.running: list[tuple[SaveHandle | TierSave, float]] = []
         self._doing = doing
 
     @property

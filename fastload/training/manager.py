@@ -14,16 +14,16 @@ from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience, SaveOptions
+from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import make_call
-from fastload.saving.handle import SaveHandle
-from fastload.saving.queue import QueuedSave
 from fastload.saving.save import save, save_in_background
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
-from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, RunName, metadata_of, metrics_of
+from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, metadata_of, metrics_of
+from fastload.training.history import History, Listing, RunName
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
-from fastload.training.restore import CheckpointRestorer, History, Listing
+from fastload.training.restore import CheckpointRestorer
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
@@ -263,7 +263,8 @@ class CheckpointManager:
                 options=policy.options,
                 incarnation=incarnation,
                 run=run,
-                store=self._catalog,
+                open_target=self._catalog.target,
+                find_newest=self._catalog.newest,
             )
         )
 
@@ -356,7 +357,8 @@ class CheckpointManager:
         branch, path = self._history.branch_for(step), self.path(step)
         metadata = metadata_of(step, metrics, branch)
         if self._tier is not None and self._goes_to_memory(answer, step):
-            self._schedule.save_to_memory(partial(self._tier.save, step, branch, state, metadata))
+            save_to_memory = partial(self._tier.save, step, branch, state, metadata)
+            self._schedule.measure(save_to_memory, in_memory=True)
             self._history.note_memory(Point(branch, step))
             if not answer.save:
                 return
@@ -368,7 +370,7 @@ class CheckpointManager:
             self._raise_failed(failed)
         save = partial(self._save_to_storage, state, path, metadata, self._find_base(step))
         has_succeeded = self._pending.start(
-            request, lambda queued: self._schedule.save_to_storage(partial(save, queued))
+            request, lambda queued: self._schedule.measure(partial(save, queued))
         )
         self._catalog.damaged.discard(step)
         if self._cleaner is not None:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastload.comm.world import Decisions, World
-from fastload.saving.handle import SaveHandle, await_end
-from fastload.saving.queue import QueuedSave, SaveQueue
+from fastload.saving.background import QueuedSave, SaveHandle, SaveQueue, await_end
 from fastload.saving.snapshot import BufferPool
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 
@@ -77,7 +76,6 @@ class PendingSaves:
         self._queue = SaveQueue(BufferPool(num_slots))
         self._saves: list[_Pending] = []
         self._number = 0
-        self._num_ended = 0
         self._best: SavedCheckpoint | None = None
         self.newest: Point | None = None
 
@@ -107,7 +105,7 @@ class PendingSaves:
             self._await_last(request)
             return 0
         self._forget_ended()
-        failed, dropped = self._decisions.share(lambda: self._decide(request), num_read=self._num_ended)
+        failed, dropped = self._decisions.share(lambda: self._decide(request))
         for save in self._saves:
             if save.queued.number in dropped:
                 save.queued.drop()
@@ -202,7 +200,6 @@ class PendingSaves:
             if save.handle is not None and save.handle.done() and not save.handle.failed():
                 self._saves.remove(save)
                 self._note_durable(save)
-                self._num_ended = max(self._num_ended, save.queued.number)
                 if save.handle.report is not None:
                     self._best = self._retention.best_of(save.request.saved, self._best)
 

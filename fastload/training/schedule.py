@@ -11,13 +11,13 @@ learn of a signal later and later.
 
 from __future__ import annotations
 
-import json
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastload.comm.world import World
+from fastload.comm.world import Decisions, World
 from fastload.training.interval import IntervalController, IntervalPolicy, SaveT
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
@@ -28,8 +28,7 @@ if TYPE_CHECKING:  # only if there is a tier
 _WINDOW_S = 0.5
 _MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
 _SHORTEST_S = 0.02  # least duration of the longest window: ranks read a decision in less
-_BLOCK = 64  # decisions that are deleted together
-_DELETED_AT_ONCE = 2
+_STOP = "schedule/stop"  # key in the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +101,11 @@ class SaveSchedule:
         """Whether a signal has asked the job to stop, as of the last answer."""
         return self._answer.stop
 
-    def save_to_storage(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`; the interval to the next save begins now."""
-        self._decider.save_begins()
-        return self._intervals.save_to_storage(save)
-
-    def save_to_memory(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`."""
-        return self._intervals.save_to_memory(save)
+    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
+        """Calls `save`. The interval to the next save to storage begins with one to storage."""
+        if not in_memory:
+            self._decider.save_begins()
+        return self._intervals.measure(save, in_memory=in_memory)
 
     def close(self) -> None:
         """Restores the previous signal handlers."""
@@ -119,7 +115,7 @@ class SaveSchedule:
         """Notifies rank 0 of a signal; from any thread, never raises."""
         if self._tier is not None:
             self._tier.emergency.arm()
-        self._world.rendezvous.tell(_key("stop"), limit_s=self._world.patience_s)
+        self._world.rendezvous.tell(_STOP, limit_s=self._world.patience_s)
 
 
 def _is_due(step: int, every_steps: int | None) -> bool:
@@ -159,9 +155,7 @@ class _Decider:
 
     def _is_signalled(self) -> bool:
         world = self._world
-        return self._signals.received or world.rendezvous.watch(
-            _key("stop"), alive=False, limit_s=world.patience_s
-        )
+        return self._signals.received or world.rendezvous.watch(_STOP, alive=False, limit_s=world.patience_s)
 
 
 class _Windows:
@@ -173,11 +167,10 @@ class _Windows:
     """
 
     def __init__(self, world: World, decider: _Decider) -> None:
-        self._world = world
-        self._leader = _Leader(world, decider) if world.rank == 0 else None
+        self._decisions = Decisions(world, "schedule", "asking whether to save")
+        self._leader = _Leader(self._decisions, decider) if world.rank == 0 else None
         self._num_calls = 0
         self._until = 0  # the first call after the windows that were decided
-        self._num_read = 0
 
     def next_call(self) -> ScheduleAnswer:
         """Returns the decision of a window at its first call; at others, not to save."""
@@ -186,39 +179,26 @@ class _Windows:
             self._leader.advance(call)
         if call < self._until:
             return ScheduleAnswer()
-        number, self._num_read = self._num_read, self._num_read + 1
-        self._until, answer = self._leader.take() if self._leader is not None else self._read(number)
-        return answer
-
-    def _read(self, number: int) -> tuple[int, ScheduleAnswer]:
-        world, what = self._world, "asking whether to save"
-        text = world.rendezvous.await_text(
-            what, _key(number), 0, wait_s=world.patience_s, grace_s=world.grace_s
-        )
-        if number % _BLOCK == _BLOCK - 1:
-            world.rendezvous.count(what, _key(f"seen/{number // _BLOCK}"), 1, limit_s=world.patience_s)
-        decision = json.loads(text)
-        return decision.pop("until"), ScheduleAnswer(**decision)
+        taken = self._leader.take() if self._leader is not None else self._decisions.share(dict)
+        self._until = taken["until"]
+        return ScheduleAnswer(**taken["answer"])
 
 
 class _Leader:
-    """Decides on rank 0 for the windows ahead, and posts the decisions."""
+    """Decides on rank 0 for the windows ahead."""
 
-    def __init__(self, world: World, decider: _Decider) -> None:
-        self._world = world
+    def __init__(self, decisions: Decisions, decider: _Decider) -> None:
+        self._decisions = decisions
         self._decider = decider
-        self._number = 0
         self._until = 0
         self._window = 1
         self._next_call = 0
         self._last = (0, time.monotonic())
-        self._decided: list[tuple[int, ScheduleAnswer]] = []
-        self._num_deleted = 0
-        self._stale: list[str] = []
+        self._decided: deque[Any] = deque()
 
-    def take(self) -> tuple[int, ScheduleAnswer]:
+    def take(self) -> Any:
         """Returns the end of the next window, and its decision."""
-        return self._decided.pop(0)
+        return self._decided.popleft()
 
     def advance(self, call: int) -> None:
         """Decides for the next window, halfway through the current one."""
@@ -226,10 +206,11 @@ class _Leader:
             return
         self._window = self._next_window(call)
         self._until += self._window
-        answer = self._decider.decide()
-        self._decided.append((self._until, answer))
         self._next_call = self._until - self._window // 2
-        self._post(json.dumps({"until": self._until, **asdict(answer)}))
+        self._decided.append(self._decisions.share(self._decide))
+
+    def _decide(self) -> dict[str, Any]:
+        return {"until": self._until, "answer": asdict(self._decider.decide())}
 
     def _next_window(self, call: int) -> int:
         if self._window == _MAX_WINDOW:
@@ -240,20 +221,3 @@ class _Leader:
             return 1
         fitting = int(_WINDOW_S * (call - last_call) / max(now - last_s, 1e-9))
         return max(1, min(fitting, 2 * self._window, _MAX_WINDOW))
-
-    def _post(self, text: str) -> None:
-        world, rendezvous = self._world, self._world.rendezvous
-        what, limit_s = "posting when to save", world.patience_s
-        if self._number % _BLOCK == 0 and self._num_deleted < self._number // _BLOCK:
-            block = self._num_deleted
-            if rendezvous.count(what, _key(f"seen/{block}"), 0, limit_s=limit_s) == world.size - 1:
-                self._num_deleted += 1
-                self._stale += [_key(number) for number in range(block * _BLOCK, (block + 1) * _BLOCK)]
-                self._stale.append(_key(f"seen/{block}"))
-        forget, self._stale = self._stale[:_DELETED_AT_ONCE], self._stale[_DELETED_AT_ONCE:]
-        rendezvous.post(what, _key(self._number), text, forget=forget, limit_s=limit_s)
-        self._number += 1
-
-
-def _key(name: object) -> str:
-    return f"schedule/{name}"

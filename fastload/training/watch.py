@@ -20,16 +20,16 @@ from fastload.errors import (
     DeadlineExceeded,
     FastloadError,
     OptionError,
-    PeerError,
     StorageError,
     WorldError,
+    may_be_gone,
     proves_damage,
 )
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, locate, name_of
 from fastload.training.catalog import Catalog, metrics_of
-from fastload.training.restore import History, Listing
+from fastload.training.history import History, Listing
 from fastload.training.retention import Point
 
 __all__ = ["Version", "Watch", "watch"]
@@ -378,7 +378,7 @@ class Watch:
 
     def _is_left_out(self, point: Point, error: FastloadError) -> bool:
         """Whether a version that cannot be read was deleted meanwhile, or is damaged."""
-        if not _may_be_gone(error):
+        if not may_be_gone(error):
             return False
         path, listing = self._catalog.path(point.step), self._look()
         if point not in listing.recorded:
@@ -390,10 +390,3 @@ class Watch:
         if self._is_first:
             _log.warning("%s is damaged; left out: %s", path, error)
         return True
-
-
-def _may_be_gone(error: BaseException) -> bool:
-    """Whether the files of a checkpoint may be damaged or missing."""
-    if isinstance(error, PeerError):
-        return bool(error.failures) and all(map(_may_be_gone, error.failures.values()))
-    return proves_damage(error) or isinstance(error, StorageError)

@@ -21,10 +21,11 @@ from rich.table import Table
 
 from fastload.base.threads import within
 from fastload.comm.cache import ConnectionCache
-from fastload.comm.failures import outcomes_of, require_same
+from fastload.comm.failures import require_same
 from fastload.comm.group import join_in
+from fastload.comm.rendezvous import Decision
 from fastload.comm.responses import Each, join_responses, write_response
-from fastload.comm.store import Decision, Member
+from fastload.comm.store import Member
 from fastload.comm.tree import TreeLinks
 from fastload.report import RankReport
 
@@ -160,7 +161,7 @@ def _measure_descriptions(num_ranks: int) -> tuple[float, float]:
         text = Decision.write(1.0, tables[0], in_tree=True)
         began_s = time.thread_time()
         decision = Decision.from_text(text, num_ranks)
-        values = [outcome.value for outcome in outcomes_of(decision, 0)]
+        values = decision.values
         require_same(values, "files", "plan")
         if decision.nodes is not None:
             assert len(decision.nodes.by_rank()) == len(values[0]["machine"][0].values())

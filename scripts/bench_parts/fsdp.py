@@ -34,7 +34,7 @@ def run(folder: str, repeats: int, arms: str) -> list[dict[str, Any]]:
     """
     files, saved = Path(folder, _SAFETENSORS), Path(folder, _DCP)
     module = sharded.fully_sharded(files)
-    digest = sharded.expected_digest(module, files)
+    digest = sharded.expected_digest(module, sharded.mapped(files))
     sharded.dcp_safetensors(files, module)
     dcp.save(module.state_dict(), checkpoint_id=saved)
     named: dict[str, Callable[[nn.Module], Any]] = {
@@ -84,7 +84,7 @@ def run_memory(folder: str) -> list[dict[str, Any]]:
     """Measures the memory of fastload on one rank, with two sizes of staging."""
     files = Path(folder, _SAFETENSORS)
     module = sharded.fully_sharded(files)
-    digest = sharded.expected_digest(module, files)
+    digest = sharded.expected_digest(module, sharded.mapped(files))
     rows = []
     for strategy, staging_bytes in product(_STRATEGIES, (LoadOptions().staging_bytes, 32 * MIB)):
         reports: list[LoadReport] = []

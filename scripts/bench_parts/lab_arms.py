@@ -24,7 +24,7 @@ from torch import nn
 import fastload
 from bench_parts import baselines
 from bench_parts.baselines import State
-from bench_parts.tables import AS_IT_WAS, FLOOR
+from bench_parts.tables import AS_IT_WAS, DEQUANTISED, FLOOR
 from fastload import LoadOptions
 from fastload.options import SETTINGS
 
@@ -102,6 +102,7 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
     for strategy in ("auto", "allgather", "broadcast", "direct"):
         arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
     arms.append(Arm(AS_IT_WAS, partial(fastload_http, {})))
+    arms.append(Arm(DEQUANTISED, partial(fastload_http, {"dequantize": True}, dtype="bfloat16")))
     arms.append(Arm("fastload auto (s3)", fastload_s3, reads="S3"))
     arms.append(Arm("fastload prefetched", fastload_prefetched, prepare=prefetch))
     for name, below in (("DCP", "dcp"), ("torch.save", "state.pt")):
@@ -280,8 +281,8 @@ def fastload_prefetched(places: Places) -> State:
     return state
 
 
-def fastload_http(options: dict[str, Any], places: Places) -> State:
-    return _fastload(places, places.http, LoadOptions(**options))
+def fastload_http(options: dict[str, Any], places: Places, **more: Any) -> State:
+    return _fastload(places, places.http, LoadOptions(**options), **more)
 
 
 def fastload_s3(places: Places) -> State:
@@ -296,9 +297,11 @@ def _fastload_other(place: str, below: str, places: Places) -> State:
     return _fastload(places, str(getattr(places, place)), LoadOptions(), below)
 
 
-def _fastload(places: Places, url: str, options: LoadOptions, below: str = "safetensors") -> State:
+def _fastload(
+    places: Places, url: str, options: LoadOptions, below: str = "safetensors", dtype: str | None = None
+) -> State:
     with fastload.open(f"{url}/{below}", options=options) as checkpoint:
-        state = checkpoint.load()
+        state = checkpoint.load(dtype=dtype)
     assert checkpoint.report is not None
     places.reports.append(checkpoint.report.to_dict())
     return state

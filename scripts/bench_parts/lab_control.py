@@ -69,6 +69,15 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+def make_quantised(folder: Path, kind: str, nbytes: int, num_files: int) -> Checkpoint:
+    """Writes safetensors files with quantised weights."""
+    from bench_parts import quantised_weights
+    from fastload.formats.state import state_digest
+
+    state = quantised_weights.write(kind, folder / _SAFETENSORS, nbytes, num_files)
+    return Checkpoint(folder, state_digest(state), sum(tensor.nbytes for tensor in state.values()))
+
+
 def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     """Writes safetensors files with scripts/make_checkpoint.py, and the same for DCP, torch, flashpack.
 

@@ -26,7 +26,7 @@ from bench_parts import sharded
 from bench_parts.lab_arms import Arm, Places, set_peer_env
 from bench_parts.lab_ranks import Ranks, describe, mounted, own_cpu_s
 from bench_parts.lab_shards import arms_of, make_target
-from bench_parts.tables import FLOOR
+from bench_parts.tables import DEQUANTISED, FLOOR
 from fastload.base.memory import allocate_staging
 from fastload.formats.state import state_digest
 
@@ -47,7 +47,11 @@ class Job(Ranks):
         layout = settings["shards"]
         arms = {arm.name: arm for arm in arms_of(layout, settings["tuned"])}
         self.arms = [arms[name] for name in settings["arms"]]
-        self.targets = {which: make_target(layout, settings[which]) for which in ("small", "full")}
+        self.targets = {
+            (which, dequantised): make_target(layout, settings[which], dequantised=dequantised)
+            for which in ("small", "full")
+            for dequantised in {False, *(arm.name == DEQUANTISED for arm in self.arms)}
+        }
 
     def run(self) -> None:
         """Runs all arms, first with a small checkpoint: this finishes imports, and finds failing arms."""
@@ -85,10 +89,10 @@ class Job(Ranks):
                 error = describe(caught)
             if self.gather(error, {}) is None:
                 return False
-            checkpoint, target = self.settings[which], self.targets[which]
+            checkpoint, target = self.settings[which], self.targets[which, arm.name == DEQUANTISED]
             place = folder / checkpoint["name"] if folder else None
             places = Places(checkpoint["http"], checkpoint["s3"], place, target.module)
-            warm_memory(checkpoint["nbytes"])
+            warm_memory(max(checkpoint["nbytes"], target.nbytes))
             if target.module is not None:
                 sharded.clear(target.module)
             Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
@@ -105,7 +109,8 @@ class Job(Ranks):
             state_bytes = target.nbytes if target.module is None else 0
             row["memory_bytes"] = resident_bytes("VmHWM") - resident - state_bytes
             gc.collect()
-            rows = self.gather(error, row | {"wanted_bytes": target.nbytes if self.first_on_host else 0})
+            wanted_bytes = self.targets[which, False].nbytes if self.first_on_host else 0  # as stored
+            rows = self.gather(error, row | {"wanted_bytes": wanted_bytes})
             if rows is None:
                 return False
             crossed = self.crossed() - before

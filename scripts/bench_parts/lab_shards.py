@@ -10,14 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import empty
 
-import fastload
-from bench_parts import lab_arms, sharded
+from bench_parts import lab_arms, quantised_weights, sharded
 from bench_parts.baselines import State
 from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned, prefetch
-from bench_parts.tables import AS_IT_WAS, FLOOR
+from bench_parts.tables import AS_IT_WAS, DEQUANTISED, FLOOR
 from fastload import LoadOptions
 from fastload.cli.load import Sharding
+from fastload.formats.state import state_digest
 
 _TP = 4
 LAYOUTS: dict[str, Callable[[int], tuple[str, str]]] = {
@@ -42,18 +43,28 @@ class Target:
     nbytes: int
 
 
-def make_target(layout: str, checkpoint: dict[str, Any]) -> Target:
+def make_target(layout: str, checkpoint: dict[str, Any], *, dequantised: bool) -> Target:
     """Makes what is to be loaded of a checkpoint: all of it, or this rank's part in a layout.
 
     What the part has to be is looked up in the checkpoint's folder, which all hosts of the lab see.
     """
-    if not layout:
+    if not layout and not dequantised:
         return Target(None, checkpoint["digest"], checkpoint["nbytes"])
     files = Path(checkpoint["folder"], "safetensors")
+    whole = quantised_weights.load_alone(files) if dequantised else sharded.mapped(files)
+    if not layout:
+        return Target(None, state_digest(whole), sum(tensor.nbytes for tensor in whole.values()))
     sharding = Sharding.parse(*LAYOUTS[layout](dist.get_world_size()), dist.get_world_size())
-    module = sharded.module_of(sharding.empty(fastload.inspect(files).tensors, "cpu"))
+    mesh = dist.init_device_mesh("cpu", sharding.mesh)
+    parts = {
+        name: empty(
+            each.shape, dtype=each.dtype, device_mesh=mesh, placements=sharding.placements(each.dim())
+        )
+        for name, each in whole.items()
+    }
+    module = sharded.module_of(parts)
     nbytes = sum(part.nbytes for part in sharded.local_parts(module).values())
-    return Target(module, sharded.expected_digest(module, files), nbytes)
+    return Target(module, sharded.expected_digest(module, whole), nbytes)
 
 
 def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
@@ -70,6 +81,7 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
     arms += [
         Arm("fastload auto", fastload_http),
         Arm(AS_IT_WAS, fastload_http),
+        Arm(DEQUANTISED, fastload_dequantised),
         Arm("fastload prefetched", fastload_prefetched, prepare=prefetch),
         Arm("fastload auto (mount)", fastload_mounted, reads="mount"),
         Arm("fastload DCP", fastload_dcp),
@@ -88,6 +100,10 @@ def fastload_prefetched(places: Places) -> State:
 
 def fastload_http(places: Places, **options: Any) -> State:
     return _fastload(places.http, places, LoadOptions(**options))
+
+
+def fastload_dequantised(places: Places) -> State:
+    return _fastload(places.http, places, LoadOptions(dequantize=True), dtype="bfloat16")
 
 
 def fastload_mounted(places: Places) -> State:
@@ -113,8 +129,10 @@ def _peer(load: Callable[[Path, nn.Module], None], below: str, places: Places) -
     return sharded.local_parts(places.target)
 
 
-def _fastload(url: str, places: Places, options: LoadOptions, below: str = "safetensors") -> State:
+def _fastload(
+    url: str, places: Places, options: LoadOptions, below: str = "safetensors", dtype: str | None = None
+) -> State:
     assert places.target is not None
-    report = sharded.by_fastload(f"{url}/{below}", options, places.target)
+    report = sharded.by_fastload(f"{url}/{below}", options, places.target, dtype)
     places.reports.append(report.to_dict())
     return sharded.local_parts(places.target)

@@ -85,7 +85,10 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
     table, measured = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0)), cells(result, regime)
     rates = " ".join(result["rates"][regime])
     shards = result.get("shards")
-    what = f"{result['nbytes'] / 2**20:.0f} MiB" + (f" as {shards}" if shards else "")
+    what = f"{result['nbytes'] / 2**20:.0f} MiB" + (
+        f" of {result['quantised']}" if result.get("quantised") else ""
+    )
+    what += f" as {shards}" if shards else ""
     count = result.get("ranks_per_host", 1)
     ranks = f", {count} ranks on each host" if count > 1 else ""
     table.title = f"{regime}: {what}, {rates}{ranks}, median of {result['repeats']}"

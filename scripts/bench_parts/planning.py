@@ -16,8 +16,9 @@ import xxhash
 
 from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
+from fastload.comm.rendezvous import StoreRendezvous, StoreStep
 from fastload.comm.responses import write_response
-from fastload.comm.store import Member, StoreRendezvous, StoreStep
+from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
@@ -218,5 +219,5 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
 
 def world_of(store: dist.Store, rank: int, size: int, group: dist.ProcessGroup | None = None) -> World:
     """Returns the world of a rank, whether or not there are others."""
-    rendezvous = StoreRendezvous(store, Member(rank, size, 0, "its host is gone"))
-    return World(rank=rank, size=size, group=group, timeout_s=300.0, rendezvous=rendezvous)
+    member = Member(rank, size, 0, "its host is gone")
+    return World(StoreRendezvous(store, member, call="", timeout_s=300.0), group=group)

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from bench_parts.lab_tables import cells
 from bench_parts.tables import AS_IT_WAS, print_table
-from fastload.estimate.simulate import Cluster, ReplicatedLoad
+from fastload.estimate.cluster import Cluster
+from fastload.estimate.simulate import ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 from fastload.options import SETTINGS
 

@@ -69,18 +69,34 @@ KINDS: dict[str, Callable[[int], Made]] = {
 }
 
 
-def measure(
-    kind: str, make: Callable[[int], Made], folder: Path, size: int, repeats: int
-) -> list[dict[str, Any]]:
-    """Returns seconds and CPU seconds of each arm, which run by turns, from the page cache and the disk."""
+def write(kind: str, folder: Path, size: int, num_files: int = 1) -> dict[str, Tensor]:
+    """Writes a quantised checkpoint of about some bytes; returns its tensors as they are stored."""
     torch.manual_seed(0)
-    stored, config = {}, {}
-    for number in range(max(1, size >> 24)):
-        tensors, config = make(number)
+    folder.mkdir(parents=True)
+    stored, config, weight_map = {}, {}, {}
+    numbers = range(max(1, size >> 24))
+    for file in range(min(num_files, len(numbers))):
+        tensors, name = {}, f"model-{file}.safetensors"
+        for number in numbers[file::num_files]:
+            of_weight, config = KINDS[kind](number)
+            tensors |= of_weight
+        save_file(tensors, folder / name)
         stored |= tensors
-    (folder / "quantised").mkdir()
-    save_file(stored, folder / "quantised" / "model.safetensors")
-    (folder / "quantised" / "config.json").write_text(json.dumps({"quantization_config": config}))
+        weight_map |= dict.fromkeys(tensors, name)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return stored
+
+
+def load_alone(folder: Path) -> dict[str, Tensor]:
+    """Returns the dequantised weights of a checkpoint, which this rank reads alone."""
+    options = LoadOptions(dequantize=True, strategy="direct")
+    return fastload.load(folder, dtype="bfloat16", options=options)
+
+
+def measure(kind: str, folder: Path, size: int, repeats: int) -> list[dict[str, Any]]:
+    """Returns seconds and CPU seconds of each arm, which run by turns, from the page cache and the disk."""
+    stored = write(kind, folder / "quantised", size)
     dequantise = LoadOptions(dequantize=True)
     weights = fastload.load(folder / "quantised", dtype="bfloat16", options=dequantise)
     save_file(weights, folder / "result.safetensors")

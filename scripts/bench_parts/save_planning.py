@@ -17,9 +17,8 @@ from bench_parts.planning import world_of
 from fastload.comm.traces import Tracing
 from fastload.options import SaveOptions
 from fastload.saving import plan
-from fastload.saving.agree import predict
+from fastload.saving.agree import describe, predict
 from fastload.saving.call import SaveCall
-from fastload.saving.describe import describe
 from fastload.storage.location import locate
 
 _ROWS = (4, 4, 7, 1)  # of a shard, by turns; one is uneven

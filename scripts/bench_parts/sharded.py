@@ -61,12 +61,16 @@ def clear(module: nn.Module) -> None:
         part.zero_()
 
 
-def expected_digest(module: nn.Module, folder: Path) -> str:
-    """Returns the digest that this rank's parts have when they hold the tensors of a folder's files.
+def mapped(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a folder's files, mapped."""
+    return baselines.every_rank_maps(LocalFileSystem(), str(folder))
+
+
+def expected_digest(module: nn.Module, whole: Mapping[str, Tensor]) -> str:
+    """Returns the digest that this rank's parts have when they hold parts of complete tensors.
 
     torch cuts them, and nothing travels between the ranks.
     """
-    whole = baselines.every_rank_maps(LocalFileSystem(), str(folder))
     parts = {
         name: distribute_tensor(whole[name], tensor.device_mesh, tensor.placements, src_data_rank=None)
         for name, tensor in _sharded_tensors(module).items()
@@ -103,8 +107,8 @@ def first_rank_sets(folder: Path, module: nn.Module) -> None:
     set_model_state_dict(module, whole, options=options)
 
 
-def by_fastload(url: str, options: LoadOptions, module: nn.Module) -> LoadReport:
+def by_fastload(url: str, options: LoadOptions, module: nn.Module, dtype: str | None = None) -> LoadReport:
     with fastload.open(url, options=options) as checkpoint:
-        checkpoint.load(into=module.state_dict())
+        checkpoint.load(into=module.state_dict(), dtype=dtype)
     assert checkpoint.report is not None
     return checkpoint.report

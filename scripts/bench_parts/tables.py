@@ -12,6 +12,7 @@ from rich.table import Table
 
 GIB = 2**30
 FLOOR = "floor: one rank streams all"
+DEQUANTISED = "fastload dequantised"
 AS_IT_WAS = "fastload, as it was"  # from another directory than the other arms
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload.errors import CheckpointExists, PeerError
-from fastload.saving.handle import await_end
+from fastload.saving.background import await_end
 from tests.crash.saves import (
     leftovers,
     options,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from fastload.saving import exchange, write
+from fastload.saving import exchange
 from tests.crash.saves import (
     End,
     Struck,
@@ -35,7 +35,7 @@ def strike(
 ) -> End:
     """The victim gets a signal before it sends a packet, or when it has put a piece together."""
     if rank == victim:
-        place, name = (write.Wire, "send") if where == "sending" else (exchange.PartAssembler, "part")
+        place, name = (exchange.Wire, "send") if where == "sending" else (exchange.PartAssembler, "part")
         real, left = getattr(place, name), [2]
 
         def struck(*given: Any) -> Any:

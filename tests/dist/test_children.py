@@ -138,7 +138,7 @@ _PROGRAM = """
 import os, signal, sys, threading, time, warnings
 import torch
 import fastload
-from fastload.saving.handle import await_end
+from fastload.saving.background import await_end
 from torch.utils.data import DataLoader
 
 warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fastload
 from fastload import PerRank, PlanMismatch, ReplicaMismatch, SaveOptions
 from fastload.comm.world import World
-from fastload.saving import describe as describe_module
+from fastload.saving import agree as agree_module
 from fastload.saving import save as save_module
 from tests.dist.harness import ranks
 
@@ -110,6 +110,6 @@ def test_it_costs_no_step_more(rank: int, world: int, tmp_path: Path) -> None:
 @ranks(2)
 def test_where_tensors_are_on_a_device_on_some_ranks_only(rank: int, world: int, tmp_path: Path) -> None:
     if rank == 1:
-        describe_module.small_tensors = lambda *given: {}  # type: ignore[assignment]  # as if on a device
+        agree_module.small_tensors = lambda *given: {}  # type: ignore[assignment]  # as if on a device
     fastload.save({"a": torch.ones(3)}, tmp_path / "a", options=OPTIONS)
     assert fastload.load(tmp_path / "a")["a"].tolist() == [1, 1, 1]

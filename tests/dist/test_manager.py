@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, SaveOptions
-from fastload.comm.store import StoreRendezvous
+from fastload.comm.rendezvous import StoreRendezvous
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
 from fastload.storage.local_target import LocalTarget
 from fastload.training import schedule

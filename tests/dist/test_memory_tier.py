@@ -290,7 +290,7 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
 
 STAGES = {
     "copying": (MemoryTarget, "write"),
-    "sending": (copies._CopyExchange, "_read"),
+    "sending": (MemoryTarget, "read"),
     "before recording": (JobFolder, "record"),
     "after recording": (JobFolder, "touch"),
 }
@@ -570,6 +570,8 @@ def test_what_is_saved_after_going_back_is_newer_than_what_memory_has(
         assert manager.should_save(50)
         manager.save(50, small_state_of(50))
         manager.wait()
+        assert manager._tier is not None
+        manager._tier.settle()
         keep(manager, 60, 61, state=small_state_of)
         raise Crash
     step = 55 if goes_back else 5

@@ -23,7 +23,7 @@ import fastload
 from fastload import CheckpointManager, SaveHandle, SaveOptions
 from fastload.errors import FastloadError, PeerError, StateChanged
 from fastload.geometry.dtensors import local_of
-from fastload.saving.snapshot import StateReader
+from fastload.saving.reader import StateReader
 from tests.dist.harness import ranks
 from tests.soak.snapshot_cases import expected_at, require_same, run_some
 

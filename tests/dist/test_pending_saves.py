@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from fastload import CheckpointManager, SaveOptions, SaveReport
 from fastload.errors import FastloadError, OptionError
 from fastload.saving import save as saver
-from fastload.saving.queue import QueuedSave
+from fastload.saving.background import QueuedSave
 from fastload.storage.local_target import LocalTarget
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import ranks, run_ranks

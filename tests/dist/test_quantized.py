@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, empty
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
-from fastload import LoadOptions, ManifestError, OptionError
+from fastload import Box, LoadOptions, ManifestError, OptionError
+from fastload.base.memory import byte_view
+from fastload.loading import quantized
+from fastload.loading.targets import DestinationBuilder, TensorWriter
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 from tests.dist.test_healing import truncate
@@ -231,6 +236,20 @@ def test_modules_get_them_in_place(tmp_path: Path) -> None:
     assert_same_bits({"": columns_first.contiguous()}, {"": expected})
 
 
+def random_boxes(draw: random.Random, shape: torch.Size, number: int) -> list[Box]:
+    """The complete tensor, and some boxes of it."""
+    boxes = [Box.whole(shape)]
+    for _ in range(number):
+        offsets = tuple(draw.randrange(size) for size in shape)
+        sizes = (draw.randint(1, size - at) for at, size in zip(offsets, shape, strict=True))
+        boxes.append(Box(offsets, tuple(sizes)))
+    return boxes
+
+
+def part_of(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))].contiguous()
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "fp8 of DeepSeek"])
 def test_any_box_of_a_weight(tmp_path: Path, kind: str) -> None:
     made = KINDS.get(kind, deepseek)(torch.bfloat16)
@@ -241,17 +260,107 @@ def test_any_box_of_a_weight(tmp_path: Path, kind: str) -> None:
         boxes, expected = {}, {}
         for name, tensor in complete.items():
             boxes[name] = []
-            for number in range(12):
-                offsets = [draw.randrange(size) for size in tensor.shape]
-                sizes = [draw.randint(1, size - at) for at, size in zip(offsets, tensor.shape, strict=True)]
-                target = torch.empty(sizes, dtype=torch.bfloat16)
-                boxes[name].append((fastload.Box(tuple(offsets), tuple(sizes)), target))
-                expected[f"{name} {number}"] = tensor[
-                    tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-                ]
+            for number, box in enumerate(random_boxes(draw, tensor.shape, 12)):
+                boxes[name].append((box, torch.empty(box.sizes, dtype=torch.bfloat16)))
+                expected[f"{name} {number}"] = part_of(tensor, box)
         checkpoint.read(boxes, cast=True)
     found = {f"{name} {number}": each for name in boxes for number, (_, each) in enumerate(boxes[name])}
-    assert_same_bits(found, {name: each.contiguous() for name, each in expected.items()})
+    assert_same_bits(found, expected)
+
+
+class Arriving:
+    """Boxes of the weights of a checkpoint whose bytes a test hands out as it likes.
+
+    Args:
+        made: The checkpoint.
+        folder: Where to write it.
+        boxes: For each weight.
+        num_threads: Threads that dequantise.
+    """
+
+    def __init__(self, made: Made, folder: Path, boxes: dict[str, list[Box]], num_threads: int) -> None:
+        write(folder, made.tensors, made.config)
+        complete = fastload.load(folder, dtype="bfloat16", options=OPTIONS)
+        manifest = quantized.dequantized(fastload.inspect(folder), {"quantization_config": made.config})
+        self.builder = DestinationBuilder(manifest)
+        self.targets, self.expected = {}, {}
+        for name, of_weight in boxes.items():
+            entry = manifest.by_name[name]
+            for number, box in enumerate(of_weight):
+                key = f"{name} {number}"
+                self.targets[key] = target = torch.zeros(box.sizes, dtype=torch.bfloat16)
+                self.expected[key] = part_of(complete[name], box)
+                self.builder.add(
+                    entry, torch.bfloat16, target, None if box == Box.whole(entry.shape) else box
+                )
+        self.writer = TensorWriter(self.builder.build(), num_threads)
+        stored = [
+            byte_view(made.tensors[one.entry.name])
+            if one.runs is None
+            else one.runs.of(byte_view(made.tensors[one.entry.name])).flatten()
+            for one in self.writer.destinations
+        ]
+        self.data = torch.cat(stored)
+
+    def arrive(self, begin: int, end: int, *, in_place: bool) -> None:
+        """Bytes of all that is wanted arrive."""
+        data = self.data[begin:end]
+        if not in_place:
+            self.writer.place(begin, data)
+            return
+        for piece in self.writer.targets(begin, len(data), len(data)):
+            piece.copy_(data[: len(piece)])
+            data = data[len(piece) :]
+        self.writer.count([(begin, end - begin)])
+
+
+@pytest.mark.parametrize("chunk_elements", [50, 1000])
+@pytest.mark.parametrize("kind", [*KINDS, "fp8 of DeepSeek"])
+def test_bytes_arrive_in_any_order(
+    tmp_path: Path, kind: str, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut anywhere, in place or in buffers, while threads dequantise what is there."""
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", chunk_elements)
+    made, draw = KINDS.get(kind, deepseek)(torch.bfloat16), random.Random(kind)
+    boxes = {
+        name: random_boxes(draw, each.shape, 4) for name, each in made.weights.items() if "bias" not in name
+    }
+    arriving = Arriving(made, tmp_path, boxes, num_threads=3)
+    nbytes = len(arriving.data)
+    cuts = sorted({0, nbytes, *(draw.randrange(nbytes) for _ in range(200))})
+    ranges = list(itertools.pairwise(cuts))
+    draw.shuffle(ranges)
+    for begin, end in ranges:
+        arriving.arrive(begin, end, in_place=draw.random() < 0.5)
+    arriving.writer.close()
+    assert_same_bits(arriving.targets, arriving.expected)
+    arriving.builder.copy()
+    assert_same_bits(arriving.targets, arriving.expected)
+
+
+@pytest.mark.parametrize("kind", ["fp8 by channel", "nvfp4 of ModelOpt", "mxfp4 of gpt-oss"])
+def test_the_first_rows_do_not_wait_for_the_last(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 1000)
+    made = KINDS[kind](torch.bfloat16)
+    name = max(made.weights, key=lambda name: made.weights[name].numel())
+    arriving = Arriving(made, tmp_path, {name: [Box.whole(made.weights[name].shape)]}, num_threads=1)
+    destinations = arriving.writer.destinations
+    values = max(range(len(destinations)), key=lambda index: destinations[index].nbytes)
+    starts = [sum(one.nbytes for one in destinations[:index]) for index in range(len(destinations) + 1)]
+    half = (starts[values] + starts[values + 1]) // 2
+    arriving.arrive(0, starts[values], in_place=True)
+    arriving.arrive(starts[values + 1], len(arriving.data), in_place=True)
+    arriving.arrive(starts[values], half, in_place=True)
+    (target,), (expected,) = arriving.targets.values(), arriving.expected.values()
+    deadline, third = time.monotonic() + 20, len(target) // 3
+    while not torch.equal(target[:third], expected[:third]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    arriving.arrive(half, starts[values + 1], in_place=True)
+    arriving.writer.close()
+    assert_same_bits(arriving.targets, arriving.expected)
 
 
 MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
@@ -264,7 +373,10 @@ MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
 
 
 @ranks(4)
-def test_shards_need_the_scales_of_their_blocks_each_read_once(rank: int, world: int, tmp_path: Path) -> None:
+def test_shards_need_the_scales_of_their_blocks_each_read_once(
+    rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 1000)
     torch.manual_seed(0)
     many = {}
     for kind in ("fp8 of DeepSeek", "nvfp4 of ModelOpt", "mxfp4 of gpt-oss"):
@@ -298,7 +410,10 @@ def test_shards_need_the_scales_of_their_blocks_each_read_once(rank: int, world:
 
 
 @ranks(3)
-def test_replicas_get_them_in_small_rounds(rank: int, world: int, tmp_path: Path) -> None:
+def test_replicas_get_them_in_small_rounds(
+    rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 1000)
     torch.manual_seed(0)
     made = deepseek(torch.bfloat16)
     if rank == 0:
@@ -322,8 +437,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @ranks(3)
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicas", "shards"])
 def test_others_read_what_a_rank_cannot(
-    rank: int, world: int, tmp_path: Path, original: Path, is_sharded: bool
+    rank: int,
+    world: int,
+    tmp_path: Path,
+    original: Path,
+    is_sharded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 1000)
     copy(original, own_disk(tmp_path, rank))
     expected = fastload.load(original, dtype="bfloat16", options=replace(OPTIONS, strategy="direct"))
     mesh = init_device_mesh("cpu", (3,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch.distributed as dist
 
@@ -41,4 +43,6 @@ def test_agree_returns_on_all_ranks_or_raises_on_all(rank: int, world: int) -> N
     assert agree("counting", lambda: rank, timeout_s=20) == [0, 1, 2]
     with pytest.raises(PeerError, match=r"(?s)rank 1 on .*: ZeroDivisionError"):
         agree("dividing", lambda: 1 // (rank - 1), timeout_s=20)
+    with pytest.raises(PeerError, match=r"(?s)rank 2 on .*: JSONDecodeError: Expecting value"):
+        agree("parsing", lambda: json.loads(""), timeout_s=20)
     assert agree("going on", lambda: None, lambda: {"rank": rank}, timeout_s=20)[2] == {"rank": 2}

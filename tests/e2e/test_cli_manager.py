@@ -192,7 +192,17 @@ def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
         assert (tmp_path / "together" / file.name).read_bytes() == file.read_bytes()
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", dtype="auto")
     assert_same_bits(exported.state_dict(), model.bfloat16().state_dict())
+    spelt_out = ("--to", "hf", *chosen[:-1], "torch.bfloat16", "--config-from", str(tmp_path / "config"))
+    assert run_here(*arguments, str(tmp_path / "spelt out"), *spelt_out).exit_code == 0
+    for file in (tmp_path / "alone").iterdir():
+        assert (tmp_path / "spelt out" / file.name).read_bytes() == file.read_bytes()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
     for wrong, message in (
+        (("--to", "hf", *chosen, "--config-from", str(broken)), "config.json is not valid JSON"),
+        (("--to", "hf", "--config-from", str(tmp_path / "nowhere")), "nowhere: no such directory"),
+        (("--to", "hf", "--config-from", str(broken / "config.json")), "no such directory"),
         (("--to", "torch", *chosen), "need --to hf"),
         (("--to", "hf", "--names", "modle.*"), "missing in the checkpoint: modle.*"),
         (("--to", "hf", "--dtype", "bfloat61"), "'bfloat61': must be a torch.dtype"),

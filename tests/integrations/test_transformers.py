@@ -46,6 +46,16 @@ def test_adapters_of_peft_share_a_base(tmp_path: Path) -> None:
     run_ranks(body("shares_adapters"), 2, tmp_path=tmp_path)
 
 
+@needs_peft
+def test_adapters_that_peft_computes_the_tensors_of(tmp_path: Path) -> None:
+    run_ranks(body("loads_what_peft_computes"), 2, tmp_path=tmp_path)
+
+
+@needs_peft
+def test_adapters_that_are_refused(tmp_path: Path) -> None:
+    run_ranks(body("refuses_adapters"), 2, tmp_path=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("world", "fsdp", "has_adapters"),
     [(2, 2, False), (2, 0, False), pytest.param(2, 2, True, marks=needs_peft)],

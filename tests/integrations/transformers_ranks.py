@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,6 +118,81 @@ def shares_adapters(rank: int, world: int, tmp_path: Path) -> None:
         integration.save(adapted, tmp_path / "three", adapter_name="three")
     with pytest.raises(fastload.MismatchError, match="lora_magnitude"):
         integration.load(adapted, tmp_path / "peft" / "one", adapter_name="two")
+
+
+def loads_what_peft_computes(rank: int, world: int, tmp_path: Path) -> None:
+    """Adapters whose files have other tensors than the model come into the model, too."""
+    import peft
+
+    from fastload.integrations import peft as integration
+
+    tokens = torch.arange(8).view(1, 8)
+    targets = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    prompts = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    vectors = {"r": 4, "num_vectors": 8, "vector_length": 4, "save_only_topk_weights": True}
+    configs = {
+        "prompts": peft.PromptTuningConfig(**prompts),
+        "prefixes": peft.PrefixTuningConfig(**prompts),
+        "ranks": peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=2, total_step=8, **targets),
+        "vectors": peft.VBLoRAConfig(**vectors, **targets),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(1)
+        made = peft.get_peft_model(llama(), config)
+        for parameter in filter(lambda each: each.requires_grad, made.parameters()):
+            torch.nn.init.normal_(parameter)
+        if name == "ranks":
+            optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+            for step in range(8):
+                made(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                made.base_model.update_and_allocate(step)
+                optimizer.zero_grad()
+            assert not all(map(all, config.rank_pattern.values()))
+        integration.save(made, tmp_path / name)
+        torch.manual_seed(1)
+        by_peft = peft.PeftModel.from_pretrained(llama(), tmp_path / name)
+        torch.manual_seed(1)
+        config = peft.PeftConfig.from_pretrained(tmp_path / name)
+        config.inference_mode = False  # then PEFT copies the embedding of prompts
+        own = peft.PeftModelForCausalLM(llama(), config)
+        integration.load(own, tmp_path / name)
+        assert torch.equal(own.eval()(tokens).logits, by_peft.eval()(tokens).logits), name
+
+
+def refuses_adapters(rank: int, world: int, tmp_path: Path) -> None:
+    """What is wrong with an adapter is an error on all ranks, and leaves nothing behind."""
+    from peft import LoraConfig, get_peft_model
+
+    from fastload.integrations import peft as integration
+
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    integration.save(model, tmp_path / "good")
+    names = list(model.state_dict())
+    text = json.loads((tmp_path / "good" / "adapter_config.json").read_text())
+    bad = "{", json.dumps({**text, "r": 8}), json.dumps({**text, "peft_type": "X"})
+    for number, config in enumerate(bad):
+        folder = tmp_path / f"bad-{number}"
+        if rank == 0:
+            shutil.copytree(tmp_path / "good", folder)
+            (folder / "adapter_config.json").write_text(config)
+        dist.barrier()
+        with pytest.raises(fastload.FastloadError, match=str(folder)):
+            integration.load(model, folder, adapter_name="other")
+        assert list(model.peft_config) == ["default"]
+        assert list(model.state_dict()) == names
+    integration.load(model, tmp_path / "good", adapter_name="other")
+    if rank == 0:
+        (tmp_path / "file").write_text("mine")
+    dist.barrier()
+    with pytest.raises(fastload.OptionError, match="file is a file"):
+        integration.save(model, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(fastload.OptionError, match=r"s3://bucket/adapter: .* give a path"):
+        integration.save(model, "s3://bucket/adapter")
+    with pytest.raises(fastload.PeerError, match=r"rank 1 on .*OptionError: the model has no adapter"):
+        integration.save(model, tmp_path / "new", adapter_name="default" if rank == 0 else "of-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-0", "bad-1", "bad-2", "file", "good"]
 
 
 def assert_same_models(one: Any, other: Any) -> None:

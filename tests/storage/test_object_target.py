@@ -24,9 +24,8 @@ from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.split import split_evenly
 from fastload.storage import Target, object_target, open_target
 from fastload.storage import s3 as s3_uploads
-from fastload.storage.base import Keys
 from fastload.storage.fsspec import FsspecStorage
-from fastload.storage.object_target import ObjectTarget, OwnerFile, Streams
+from fastload.storage.object_target import Keys, ObjectTarget, OwnerFile, Streams
 from fastload.storage.process import Owner
 from fastload.storage.s3 import S3Storage
 from tests.crash.flaky_proxy import FlakyProxy
@@ -394,7 +393,7 @@ def test_a_file_has_at_most_ten_thousand_parts(s3: dict[str, Any], nbytes: int, 
 @pytest.mark.parametrize("mib", [250, 256, 300, 500, 513, 800, 1000, 3000])
 def test_four_writers_of_a_small_file_have_even_shares(s3: dict[str, Any], mib: int) -> None:
     specs = [TensorSpec("a", "U8", (mib << 20,), mib << 20)]
-    layout = lay_out(specs, max_shard_bytes=5 << 30, block_bytes=None, metadata={})
+    layout = lay_out(specs, max_shard_bytes=5 << 30, block_bytes=None)
     target = open_target(f"s3://{BUCKET}/a", NAMES, s3)
     shares = split_evenly(layout, num_writers=4, align_bytes=target.align_bytes(layout.files[0].nbytes))
     target.close()

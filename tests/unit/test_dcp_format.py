@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import fastload
 from fastload.errors import ManifestError
-from fastload.formats.dcp.nesting import nested
 from fastload.formats.decoder import decode_state
+from fastload.formats.parts import nested
 from fastload.geometry.box import Box, tiling_problem
 from tests.unit.test_pieces import tilings
 

@@ -18,7 +18,7 @@ from fastload.saving.layout import TensorSpec, lay_out
 def content_of(state: Any) -> StateContent:
     described = encode_state(state)
     specs = [TensorSpec(name, *safetensors_spec(t), t.nbytes) for name, t in described.tensors.items()]
-    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None, metadata={}).digest
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None).digest
     small = small_tensors(specs, described.tensors, described.starts)
     return StateContent(described.structure, layout, specs, small)
 

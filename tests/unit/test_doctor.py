@@ -112,7 +112,7 @@ TROUBLES: dict[str, tuple[Callable[[], Site], Finding]] = {
         Finding("name lookups", "host0: the host's own name has no address", "problem", "/etc/hosts"),
     ),
     "a clock that is wrong": (
-        lambda: replace(SITE, clocks_s=[0.0, 0.0, -90.0, None]),
+        lambda: replace(SITE, clocks_s=[0.0, 0.0, -90.0, 0.0]),
         Finding("clocks", "at most 90 s from that of rank 0, on host1", "problem", "chrony"),
     ),
     "little memory": (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.store import Member, StoreRendezvous
+from fastload.comm.rendezvous import StoreRendezvous
+from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import FastloadError
 
@@ -35,8 +36,8 @@ def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
 
     def run(rank: int) -> tuple[Any, int]:
         store = CountedStore(server.port)
-        rendezvous = StoreRendezvous(store, Member(rank, size, None, "gone"))
-        world = World(rank=rank, size=size, group=None, timeout_s=60.0, rendezvous=rendezvous)
+        member = Member(rank, size, None, "gone")
+        world = World(StoreRendezvous(store, member, call="telling", timeout_s=60.0))
 
         def make() -> bytes:
             content = contents[rank]
@@ -85,7 +86,10 @@ def test_what_a_rank_has_left_is_there_for_whoever_hears_of_it() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     one, other = (
         StoreRendezvous(
-            dist.TCPStore("127.0.0.1", server.port, is_master=False), Member(rank, 2, None, "gone")
+            dist.TCPStore("127.0.0.1", server.port, is_master=False),
+            Member(rank, 2, None, "gone"),
+            call="leaving",
+            timeout_s=20.0,
         )
         for rank in range(2)
     )

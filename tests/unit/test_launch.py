@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.comm.group import Launch, from_env
+from fastload.comm.launch import Launch, from_env
 from fastload.errors import WorldError
 
 _TORCHRUN = {

@@ -50,7 +50,6 @@ def layouts(draw: st.DrawFn) -> Layout:
         [spec for spec in draw(spec_lists) if spec.name != "__metadata__"],
         max_shard_bytes=draw(st.sampled_from([1, 200, 400, 1000, 10**9])),
         block_bytes=draw(st.sampled_from([1, 3, 64, 1 << 18])),
-        metadata=draw(st.sampled_from([{}, METADATA, {"a": "\u00e9", "B": '"'}])),
     )
 
 
@@ -77,7 +76,7 @@ def assemble(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 def lay_out_small(*specs: TensorSpec, max_shard_bytes: int = 10**9, block_bytes: int | None = None) -> Layout:
-    return lay_out(specs, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=METADATA)
+    return lay_out(specs, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes)
 
 
 def u8(name: str, nbytes: int) -> TensorSpec:

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.group import _in_this_incarnation
+from fastload.comm.launch import _in_this_incarnation
+from fastload.comm.rendezvous import StoreStep
 from fastload.comm.responses import write_response
-from fastload.comm.store import StoreStep
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def test_every_incarnation_has_its_own_namespace(port: int) -> None:
 
 
 def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.comm.group._MEETING_S", 0.3)
+    monkeypatch.setattr("fastload.comm.launch._MEETING_S", 0.3)
     with pytest.raises(RuntimeError, match="only 1 of 2 ranks came"):
         meet(port, [0], 2)
     with pytest.raises(RuntimeError, match="rank 0 did not say"):
         meet(port, [1], 2)
-    monkeypatch.setattr("fastload.comm.group._MEETING_S", 20.0)
+    monkeypatch.setattr("fastload.comm.launch._MEETING_S", 20.0)
     for _ in range(5):
         assert len(set(meet(port, [1, 0], 2))) == 1
 

@@ -29,7 +29,7 @@ def gathered(states: list[Any]) -> tuple[Any, dict[str, Tensor]]:
     """Does what a save does: structure and tensors of all ranks, by way of files."""
     described = [encode_state(state, rank) for rank, state in enumerate(states)]
     packed = [pack_own(d.own_values, d.own_tensors, rank, len(states)) for rank, d in enumerate(described)]
-    structure, files = gather_own(described[0].structure, packed, block_bytes=4096, metadata={})
+    structure, files = gather_own(described[0].structure, packed, block_bytes=4096)
     tensors = dict(described[0].tensors)
     for file, content in zip(files.files, files.contents, strict=True):
         assert len(content) == file.nbytes
@@ -119,7 +119,7 @@ def test_the_same_states_give_the_same_bytes() -> None:
         own = [{"s": {"x", "y", str(rank)}, "t": torch.full((3,), rank)} for rank in range(3)]
         described = [encode_state({"a": PerRank(value)}, rank) for rank, value in enumerate(own)]
         packed = [pack_own(d.own_values, d.own_tensors, rank, 3) for rank, d in enumerate(described)]
-        structure, files = gather_own(described[0].structure, packed, block_bytes=4096, metadata={})
+        structure, files = gather_own(described[0].structure, packed, block_bytes=4096)
         return structure, files.contents
 
     assert make() == make()

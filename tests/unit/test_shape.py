@@ -24,6 +24,7 @@ DISTRIBUTED = {
     "integrations/torchtitan.py",
     "integrations/vllm_refresh.py",
     "comm/group.py",
+    "comm/launch.py",
     "comm/tree.py",
     "transfer/device_transport.py",
     "transfer/links.py",
@@ -33,6 +34,7 @@ ENVIRONMENT = {
     "options.py",
     "comm/hosts.py",
     "comm/group.py",
+    "comm/launch.py",
     "transfer/device_transport.py",
     "transfer/links.py",
 }
@@ -75,6 +77,7 @@ PURE = {
     "transfer/demand.py",
     "transfer/messages.py",
     "transfer/routed_plan.py",
+    "estimate/cluster.py",
     "estimate/simulate.py",
     "estimate/parameters.py",
     "training/retention.py",

@@ -25,7 +25,7 @@ from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, p
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.split import WriterShare, split
 from fastload.saving.write import BlockHasher
-from tests.unit.test_layout import METADATA, SIZES
+from tests.unit.test_layout import SIZES
 
 MIB = 1 << 20
 
@@ -70,7 +70,6 @@ def saves(draw: st.DrawFn) -> tuple[Layout, dict[str, BoxesByRank] | None, int]:
         specs,
         max_shard_bytes=draw(st.sampled_from([200, 1000, 10**9])),
         block_bytes=draw(st.sampled_from([1, 3, 64, 1 << 18])),
-        metadata=METADATA,
     )
     return layout, draw(st.sampled_from([boxes, boxes, None])), num_ranks  # None: all hold everything
 
@@ -158,7 +157,7 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
 def test_writers_of_few_parts_write_about_as_much() -> None:
     shape = (4400, 512)
     specs = [TensorSpec(f"t{number}", "BF16", shape, 2 * 4400 * 512) for number in range(29)]
-    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None, metadata={})
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None)
     halves = tuple(((Box((first, 0), (2200, 512)),), ranks) for first, ranks in ((0, (0, 2)), (2200, (1, 3))))
     shard_map = ShardMap(layout, 4, {spec.name: halves for spec in specs})
     ranges = split(layout, shard_map, range(4), 8 << 20)
@@ -221,7 +220,7 @@ def test_who_holds_long_ranges_writes_them_and_all_write_as_much(
     mesh: tuple[int, ...], placements: list[Any], most_sent: float
 ) -> None:
     specs = [TensorSpec(f"t{number}", "F32", (16384, 2000), 16384 * 8000) for number in range(8)]
-    layout = lay_out(specs, max_shard_bytes=10**9, block_bytes=None, metadata=METADATA)
+    layout = lay_out(specs, max_shard_bytes=10**9, block_bytes=None)
     shard_map = ShardMap(layout, 4, {spec.name: placed_on(mesh, placements, spec.shape) for spec in specs})
     ranges = split(layout, shard_map, range(4), MIB)
     sizes = [sum(each.nbytes for each in of_writer) for of_writer in ranges.values()]
@@ -235,9 +234,7 @@ def test_who_holds_long_ranges_writes_them_and_all_write_as_much(
 
 
 def test_what_is_on_no_rank_is_named() -> None:
-    layout = lay_out(
-        [TensorSpec("w", "F32", (8, 2), 64)], max_shard_bytes=10**9, block_bytes=None, metadata={}
-    )
+    layout = lay_out([TensorSpec("w", "F32", (8, 2), 64)], max_shard_bytes=10**9, block_bytes=None)
     held = (((Box((0, 0), (3, 2)),), (0, 2)), ((Box((6, 0), (2, 1)),), (1,)))
     assert ShardMap(layout, 3, {"w": held}).missing() == [
         "rows 3-5 of w are on no rank",

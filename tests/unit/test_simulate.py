@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, ReplicatedLoad
+from fastload.estimate.cluster import Cluster
+from fastload.estimate.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 
 MB, GB = 10**6, 10**9

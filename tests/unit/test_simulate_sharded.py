@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from fastload.estimate.cluster import Cluster
 from fastload.estimate.parallel import Parallel, model_of_size
 from fastload.estimate.sharded import ShardedLoad, columns_of
-from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction
+from fastload.estimate.simulate import STRATEGIES, Prediction
 from fastload.transfer.messages import Routing, sharing_domains
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 

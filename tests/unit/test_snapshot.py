@@ -12,8 +12,9 @@ from fastload.formats.dtypes import safetensors_spec
 from fastload.saving import snapshot
 from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.messages import ShardMessage, plan_messages
+from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.snapshot import BufferPool, Snapshot, StateReader, buffer_pool
+from fastload.saving.snapshot import BufferPool, Snapshot, buffer_pool
 from fastload.saving.split import WriterShare
 
 _BUFFER_BYTES = 8 * PAGE_BYTES
@@ -48,7 +49,7 @@ def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_
     monkeypatch.setattr(snapshot, "_BUFFER_BYTES", _BUFFER_BYTES)
     tensor = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
-    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20, metadata={})
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20)
     messages = messages_of(layout, _LONGEST_BYTES)
     taken = Snapshot(StateReader(layout, {"t": tensor}), messages, BufferPool(1))
     assert b"".join(taken.get(each).numpy().tobytes() for each in messages) == tensor.numpy().tobytes()
@@ -63,7 +64,7 @@ def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_
 def test_memory_is_used_again_by_a_snapshot_of_the_same_length() -> None:
     tensor = torch.zeros(1 << 20)
     specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
-    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20, metadata={})
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20)
     messages = messages_of(layout, 1 << 30)
     first = Snapshot(StateReader(layout, {"t": tensor}), messages, buffer_pool)
     addresses = [buffer.data_ptr() for buffer in first._buffers]

@@ -17,16 +17,15 @@ from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.items import ItemLayout, TensorItem, find_layouts, infer_layouts, read_items
-from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, join_metadata, parse_dcp_metadata
-from fastload.formats.dcp.nesting import nested
+from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, parse_dcp_metadata
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
-from fastload.formats.parts import join_pieces
+from fastload.formats.parts import join_pieces, nested, numbered
 from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.folder import moved
 from fastload.formats.torch_save.state import encode_pickle
+from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.geometry.box import Box
@@ -53,9 +52,10 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     """
     names = metadata_names(listing)
     texts = _read_metadata(storage, names)
-    where = url_of(storage, names[0])
     budget = MemoryBudget(storage.url)
-    metadata = _parse(storage, names, texts, budget)
+    urls = [url_of(storage, name) for name in names]
+    where = urls[0] if len(urls) == 1 else storage.url
+    metadata = parse_dcp_metadata(dict(zip(urls, texts, strict=True)), where, budget)
     stats = _stat_files(storage, metadata, where)
     is_megatron = _MEGATRON_NAMES.issubset(listing)
     if is_megatron:
@@ -78,7 +78,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     common: list[Any] = []
     if is_megatron:
         part = zip_file.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True, budget=budget)
-        tensors += [moved(entry, numbers[_COMMON_NAME]) for entry in part.tensors]
+        tensors += numbered(part, numbers[_COMMON_NAME]).tensors
         common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
     stored = [entry.name for entry in tensors]
     if len(set(stored)) < len(stored):
@@ -123,18 +123,6 @@ def _digest(texts: Sequence[bytes]) -> str:
     for text in texts:
         digest.update(text)
     return digest.hexdigest()
-
-
-def _parse(
-    storage: Storage, names: Sequence[str], texts: Sequence[bytes], budget: MemoryBudget
-) -> DcpMetadata:
-    if len(names) == 1 and names[0] == METADATA_NAME:
-        return parse_dcp_metadata(texts[0], url_of(storage, names[0]), budget)
-    parts = [
-        parse_dcp_metadata(text, url_of(storage, name), budget, in_parts=True)
-        for name, text in zip(names, texts, strict=True)
-    ]
-    return join_metadata(parts, storage.url)
 
 
 def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str, FileStat]:
@@ -241,7 +229,9 @@ def _values(
             item.nbytes,
             where,
         )
-        state = encode_pickle(archive.pickle, where, name, budget=budget)
+        state = encode_pickle(
+            unpickle(archive.pickle, where), len(archive.pickle), where, name, budget=budget
+        )
         nodes[name], digests[name] = state.structure, archive.digest
         found.extend(
             entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.formats.manifest import Guard, Manifest, TensorEntry
+from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
+from fastload.formats.parts import join_manifests, numbered
 from fastload.formats.reading import read_bytes, stat_all, url_of
 from fastload.formats.safetensors.reader import read_index
 from fastload.formats.state import children, leaves
@@ -68,35 +68,6 @@ def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) ->
     return join_manifests(url, parts, _tensors(url, parts, entries), structure, format="torch")
 
 
-def join_manifests(
-    url: str, parts: Sequence[Manifest], tensors: Iterable[TensorEntry], structure: Any, **about: Any
-) -> Manifest:
-    """Returns the manifest of several files, each with a manifest of its own.
-
-    Args:
-        url: The checkpoint.
-        parts: The manifests of the files.
-        tensors: The tensors, in the order of their bytes.
-        structure: Structure of the state.
-        about: Other attributes of the manifest.
-    """
-    guards: list[Guard] = []
-    heads: list[bytes] = []
-    for number, part in enumerate(parts):
-        guards += (Guard(number, guard.offset, len(heads) + guard.head) for guard in part.guards)
-        heads += part.heads
-    files = tuple(part.files[0] for part in parts)
-    return Manifest(
-        url,
-        files,
-        tuple(tensors),
-        structure=structure,
-        guards=tuple(guards),
-        heads=tuple(heads),
-        **about,
-    )
-
-
 def _tensors(
     url: str, parts: Sequence[Manifest], entries: Mapping[Any, tuple[int, Any]]
 ) -> Iterator[TensorEntry]:
@@ -107,10 +78,4 @@ def _tensors(
     if sum(map(len, kept)) > len(set().union(*kept)):
         raise ManifestError(f"{url}: two files hold tensors of one name")
     for number, (part, names) in enumerate(zip(parts, kept, strict=True)):
-        yield from (moved(entry, number) for entry in part.tensors if entry.name in names)
-
-
-def moved(entry: TensorEntry, file: int) -> TensorEntry:
-    """Returns the same tensor in another file."""
-    pieces = tuple(piece._replace(file=file) for piece in entry.pieces)
-    return replace(entry, file=file, pieces=pieces)
+        yield from (entry for entry in numbered(part, number).tensors if entry.name in names)

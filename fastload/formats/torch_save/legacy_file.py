@@ -14,7 +14,7 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.torch_save.archive import ZipRecord
-from fastload.formats.torch_save.state import StorageRef, encode_unpickled
+from fastload.formats.torch_save.state import StorageRef, encode_pickle
 from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
 from fastload.formats.torch_save.zip_file import manifest_of
 from fastload.formats.untrusted import MemoryBudget, show
@@ -59,7 +59,7 @@ def read_file(
             if read_bytes(storage, name, record.header, _LENGTH_BYTES) != record.head:
                 raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")
             storages[key] = record._replace(head=b"")
-    encoded = encode_unpickled(state, len(head), where, budget=budget)
+    encoded = encode_pickle(state, len(head), where, budget=budget)
     return manifest_of(storage, name, stat, encoded, storages, xxhash.xxh3_128_hexdigest(head))
 
 

@@ -27,7 +27,6 @@ from fastload.formats.torch_save.unpickle import (
     PickledDict,
     PickledSet,
     sizes_of,
-    unpickle,
 )
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import (
@@ -53,29 +52,28 @@ _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
 
 DTYPES = {Global("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype}
 # torch names a storage after its dtype in C; "torch.storage" has the one that is nothing but bytes.
-_STORAGE_DTYPES = {
-    f"{name}Storage": dtype
-    for name, dtype in {
-        "Double": torch.float64,
-        "Float": torch.float32,
-        "Half": torch.float16,
-        "BFloat16": torch.bfloat16,
-        "Long": torch.int64,
-        "Int": torch.int32,
-        "Short": torch.int16,
-        "Char": torch.int8,
-        "Byte": torch.uint8,
-        "Bool": torch.bool,
-        "ComplexDouble": torch.complex128,
-        "ComplexFloat": torch.complex64,
-        "Untyped": torch.uint8,
-        "_Untyped": torch.uint8,
-        "QInt8": torch.qint8,  # these are refused later on, by their names
-        "QUInt8": torch.quint8,
-        "QInt32": torch.qint32,
-        "QUInt4x2": torch.quint4x2,
-        "QUInt2x4": torch.quint2x4,
-    }.items()
+TYPED_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+_STORAGE_DTYPES = TYPED_STORAGES | {
+    "UntypedStorage": torch.uint8,
+    "_UntypedStorage": torch.uint8,
+    "QInt8Storage": torch.qint8,  # these are refused later on, by their names
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
 }
 _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
@@ -185,30 +183,6 @@ class PickledState(NamedTuple):
 
 @uncollected
 def encode_pickle(
-    data: bytes,
-    where: str,
-    name: str = "",
-    *,
-    budget: MemoryBudget | None = None,
-    local_shards: bool = False,
-) -> PickledState:
-    """Reads ``data.pkl``, without running code in it.
-
-    Args:
-        data: The pickle.
-        where: Its place, for messages.
-        name: Name of the value in a larger state, which begins the names of its tensors.
-        budget: The budget of a checkpoint of several pickles.
-        local_shards: Whether the local tensor stands for a DTensor; else DTensors cannot be loaded.
-
-    Raises:
-        ManifestError: It is malformed, or takes too much memory.
-    """
-    value = unpickle(data, where)
-    return encode_unpickled(value, len(data), where, name, budget=budget, local_shards=local_shards)
-
-
-def encode_unpickled(
     value: Any,
     nbytes: int,
     where: str,
@@ -217,15 +191,15 @@ def encode_unpickled(
     budget: MemoryBudget | None = None,
     local_shards: bool = False,
 ) -> PickledState:
-    """Encodes a value that `unpickle` returned; see `encode_pickle`.
+    """Encodes the value of a pickle such as ``data.pkl``.
 
     Args:
-        value: The value.
+        value: As `unpickle` returns it.
         nbytes: Length of the pickle.
         where: Its place, for messages.
-        name: Name of the value in a larger state.
+        name: Name of the value in a larger state, which begins the names of its tensors.
         budget: The budget of a checkpoint of several pickles.
-        local_shards: As for `encode_pickle`.
+        local_shards: Whether the local tensor stands for a DTensor; else DTensors cannot be loaded.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.

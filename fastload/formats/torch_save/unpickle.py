@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.untrusted import MAX_INT, show
+from fastload.formats.untrusted import MAX_INT, MemoryBudget, show
 
 _MAX_BYTES = 1 << 30
 _MAX_INT_BYTES = 1024  # Python shows integers of 4300 digits at most
@@ -328,6 +328,37 @@ def sizes_of(value: Any) -> tuple[int, ...]:
     if not is_sized or len(value) > _MAX_DIMS or (value and not (min(value) >= 0 and max(value) <= MAX_INT)):
         raise ValueError(f"{show(value)} in place of sizes of a tensor")
     return tuple(value)
+
+
+class PickleParser:
+    """Takes the values of a pickle of metadata apart, strictly; the base class of parsers.
+
+    Args:
+        where: Its URL, for messages.
+        budget: Charged with the memory of its values.
+    """
+
+    def __init__(self, where: str, budget: MemoryBudget) -> None:
+        self.where = where
+        self.budget = budget
+
+    def fields_of(self, value: Any, what: str = "") -> dict[str, Any]:
+        """Returns a dict whose keys are texts; `what` says in messages where it is."""
+        if type(value) is not PickledDict:
+            raise self.error(f"{show(value)} in place of a dict", what)
+        self.budget.charge(8 * len(value))
+        return value.by_text(self.where)
+
+    def sizes(self, value: Any, what: str = "") -> tuple[int, ...]:
+        """Returns sizes or offsets of a tensor."""
+        try:
+            return sizes_of(value)
+        except ValueError as error:
+            raise self.error(str(error), what) from None
+
+    def error(self, problem: str, what: str = "") -> ManifestError:
+        """Returns the error to raise."""
+        return ManifestError(": ".join(filter(None, (self.where, what, problem))))
 
 
 def persistent_ids(value: Any) -> Iterator[Any]:

@@ -23,23 +23,11 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.state import leaves
 from fastload.formats.torch_save.archive import ZipRecord, directory_text, local_header, place
+from fastload.formats.torch_save.state import TYPED_STORAGES
 from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
 
 _MOST_NAMES = 20
-_TYPED = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-}
+_TYPED = {dtype: getattr(torch, name) for name, dtype in TYPED_STORAGES.items()}
 # Besides plain values and tensors.
 _READ_BY_TORCH = {
     f"{kind.__module__}.{kind.__qualname__}" for kind in (OrderedDict, Counter, set, bytearray, complex)

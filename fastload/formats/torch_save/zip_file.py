@@ -19,6 +19,7 @@ from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorE
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.torch_save.archive import ReadRange, ZipDirectory, ZipRecord, read_directory
 from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
+from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
@@ -70,9 +71,9 @@ def read_file(
     """
     where = url_of(storage, name)
     archive = _open(storage, name, stat.nbytes, exact=exact)
-    state = encode_pickle(
-        archive.pickle, f"{where}: data.pkl", state_name, budget=budget, local_shards=local_shards
-    )
+    inside = f"{where}: data.pkl"
+    value, nbytes = unpickle(archive.pickle, inside), len(archive.pickle)
+    state = encode_pickle(value, nbytes, inside, state_name, budget=budget, local_shards=local_shards)
     return manifest_of(storage, name, stat, state, archive.storages, archive.digest)
 
 

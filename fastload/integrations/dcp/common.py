@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from fastload.errors import OptionError, WorldError
+from fastload.integrations.frameworks import lone_group
 
 Path = str | os.PathLike[str]
 Cut = tuple[Any, ...]
@@ -63,9 +63,7 @@ class DcpStorage:
 
     def _group(self) -> Any:
         """Returns the group of the ranks that dcp includes; None for all."""
-        if not self._no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._process_group
-        return _single_rank_group(dist.group.WORLD)
+        return (lone_group() if self._no_dist else None) or self._process_group
 
     def _require_size(self, num_plans: int) -> None:
         is_alone = self._no_dist or not dist.is_initialized()
@@ -76,12 +74,6 @@ class DcpStorage:
                 f"{self._call} is made by {num_plans} ranks, its {storage} by {size}: give the {storage} the "
                 "same process_group=, or no_dist=True"
             )
-
-
-@cache
-def _single_rank_group(default_group: Any) -> Any:
-    """Makes a group of this process, without the other ranks."""
-    return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def done(value: Any) -> Future[Any]:

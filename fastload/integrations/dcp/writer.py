@@ -9,7 +9,7 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,27 +155,21 @@ def _result(item: WriteItem) -> WriteResult:
     return WriteResult(index=item.index, size_in_bytes=item.tensor_storage_size() or 0, storage_data=None)
 
 
+@dataclass(frozen=True)
 class _PlannedState:
     """The state that a planner saves of this rank.
 
-    Args:
+    Attributes:
         planner: The planner.
-        items: Its plan for this rank.
+        names: The names in its plan for this rank.
         flat: Flattened name → value, as the planner resolves it.
         written: The names in the final plan; None if this class of planner leaves out none.
     """
 
-    def __init__(
-        self,
-        planner: DefaultSavePlanner,
-        items: Sequence[WriteItem],
-        flat: dict[str, Any],
-        written: list[str] | None,
-    ) -> None:
-        self._planner = planner
-        self._flat = flat
-        self.names = [item.index.fqn for item in items]
-        self.written = written
+    planner: DefaultSavePlanner
+    names: list[str]
+    flat: dict[str, Any]
+    written: list[str] | None
 
     def state(self, written: Sequence[Sequence[str] | None]) -> Any:
         """Returns the state to save, nested as it was.
@@ -183,7 +177,7 @@ class _PlannedState:
         Args:
             written: `written` of each rank.
         """
-        flat, mappings = self._flat, self._planner.mappings
+        flat, mappings = self.flat, self.planner.mappings
         lists = [names for names in written if names is not None]
         if len(lists) == len(written):
             final = {name for names in lists for name in names}
@@ -191,7 +185,7 @@ class _PlannedState:
         if not mappings:
             return flat
         nested = unflatten_state_dict(flat, {name: mappings.get(name, (name,)) for name in flat})
-        has_less = len(flat) < len(self._planner.state_dict)
+        has_less = len(flat) < len(self.planner.state_dict)
         if has_less and flatten_state_dict(nested)[0].keys() != flat.keys():
             return flat  # an element left out of a list would become None
         return nested
@@ -219,9 +213,10 @@ def _planned_state(planner: SavePlanner, local: SavePlan, final: SavePlan) -> _P
     if not isinstance(planner, DefaultSavePlanner):
         raise OptionError(f"planner={kind}: Writer needs a DefaultSavePlanner, or one derived from it")
     items = _local_items(planner, local)
+    names = [item.index.fqn for item in items]
     flat = {name: _storable(value) for name, value in planner.state_dict.items()}
     if overrides(planner, DefaultSavePlanner, "create_local_plan"):
-        planned = {item.index.fqn for item in items}
+        planned = set(names)
         flat = {name: value for name, value in flat.items() if name in planned}
         _require_uncut(planner, items)
     resolves = overrides(planner, DefaultSavePlanner, "resolve_data", "lookup_object", "transform_object")
@@ -229,7 +224,7 @@ def _planned_state(planner: SavePlanner, local: SavePlan, final: SavePlan) -> _P
         if resolves or item.index.fqn not in flat:
             flat[item.index.fqn] = _resolved(planner, item, planner.state_dict.get(item.index.fqn))
     if not overrides(planner, DefaultSavePlanner, *_CENTRAL_PLANNING):
-        return _PlannedState(planner, items, flat, None)
+        return _PlannedState(planner, names, flat, None)
     known = {(item.index.fqn, *_write_cut(item)) for item in items}
     for item in final.items:
         if (item.index.fqn, *_write_cut(item)) not in known:
@@ -237,7 +232,7 @@ def _planned_state(planner: SavePlanner, local: SavePlan, final: SavePlan) -> _P
                 f"{item.index.fqn}: planner={kind} has in the plan of all what it did not plan for this "
                 "rank: plan it in create_local_plan"
             )
-    return _PlannedState(planner, items, flat, sorted({item.index.fqn for item in final.items}))
+    return _PlannedState(planner, names, flat, sorted({item.index.fqn for item in final.items}))
 
 
 def _local_items(planner: DefaultSavePlanner, local: SavePlan) -> Sequence[WriteItem]:

@@ -1,0 +1,142 @@
+"""Hosts, and the rates of their links and storage: the clusters of `simulate` and `sharded`.
+
+Before the first read, `opening_s` is for listing, headers and connections. The ranks agree `_NUM_AGREEMENTS`
+times, along the tree of `comm/tree.py`, in which each handles seven others on every level, one after the
+other. All ranks get the report of each. The first load of a group builds the tree: each rank makes
+`_NUM_REQUESTS` requests to the rendezvous store, which one thread serves while the first rank reads headers.
+These costs were measured on one machine (docs/benchmarks.md), except for the network between two ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from fastload.errors import OptionError
+from fastload.transfer.plan import StrategyChoice, choose_strategy
+
+# Assumptions, of the order of one core's TCP, and of a copy to fresh memory.
+_GLOO = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
+_NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # assumptions
+
+# First load of a group: counted, and measured with `scripts/bench_load.py agree` (docs/benchmarks.md).
+_NUM_AGREEMENTS = 3
+_TREE_BASE = 8
+_HOP_S = 16e-6 + 50e-6  # from rank to rank; the network is an assumption
+_RESPONSE_S = 8e-6  # to take the response of a rank below, or to send it the decision
+_DECISION_S = 40e-6  # to store the decision
+_REPORT_S, _REPORT_BYTES = 1e-6, 35  # report of a rank to all others, in all agreements together
+_NUM_REQUESTS = 1.125  # one of each rank, and a second one of every eighth rank
+_REQUEST_S = 5.6e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts, and the rates of their links and storage: goodput in bytes per second.
+
+    Attributes:
+        num_hosts: Number of hosts.
+        ranks_per_host: Ranks on each host.
+        host_bytes_per_s: Rate of a host's network link, each way.
+        storage_bytes_per_s: Rate of storage to all hosts together.
+        host_storage_bytes_per_s: Highest rate of storage to one host.
+        nccl: Whether the exchange is NCCL between devices, not Gloo between hosts.
+        rank_bytes_per_s: Rate at which a rank receives and forwards; None for 1.6 GB/s, with NCCL no limit.
+        copy_bytes_per_s: Rate at which a rank places bytes; None for 2 GB/s, with NCCL no limit.
+        message_s: Cost of a hop besides its bytes; None for 80 µs, with NCCL 10 µs.
+        inner_bytes_per_s: Rate between the devices of a host: an assumption, for NVLink driven by few
+            multiprocessors.
+        call_s: Cost of a collective to its caller: an assumption.
+        request_s: Time to the first byte of a read.
+        opening_s: Time before the first read, agreements excluded.
+        agreeing_s: Time of the agreements; None for the first load of a group, whose ranks build their tree
+            while the first one reads the headers.
+
+    Raises:
+        OptionError: A number is out of range.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+    host_bytes_per_s: float
+    storage_bytes_per_s: float = math.inf
+    host_storage_bytes_per_s: float = math.inf
+    nccl: bool = False
+    rank_bytes_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+    message_s: float | None = None
+    inner_bytes_per_s: float = 100e9
+    call_s: float = 50e-6
+    request_s: float = 0.0
+    opening_s: float = 0.15
+    agreeing_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_hosts", "ranks_per_host"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)}: must be at least 1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("bytes_per_s") and value is not None and not value > 0:
+                raise OptionError(f"{field.name}={value}: must be above 0")
+            if field.name.endswith("_s") and value is not None and not value >= 0:
+                raise OptionError(f"{field.name}={value}: must not be negative")
+        if math.isinf(min(self.storage_bytes_per_s, self.host_storage_bytes_per_s)):
+            raise OptionError("give the rate of storage: of all of it, or of each host's share")
+
+    def cost(self, name: str) -> float:
+        """Returns a rate or time, or its default for the kind of exchange."""
+        given = getattr(self, name)
+        return float(given if given is not None else (_NCCL if self.nccl else _GLOO)[name])
+
+    @property
+    def before_s(self) -> float:
+        """Time before the first read."""
+        if self.agreeing_s is not None:
+            return self.opening_s + self.agreeing_s
+        meeting_s = self.num_ranks * _NUM_REQUESTS * _REQUEST_S
+        return max(self.opening_s, meeting_s) + _agreeing_s(self.num_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the world."""
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def host_names(self) -> list[str]:
+        """Host name of each rank."""
+        return [f"host{rank // self.ranks_per_host}" for rank in range(self.num_ranks)]
+
+    def decide(self, strategy: str) -> StrategyChoice:
+        """Returns the choice for a strategy if all ranks can read."""
+        return choose_strategy(
+            strategy,
+            world_size=self.num_ranks,
+            readers=range(self.num_ranks),
+            hosts=self.host_names,
+            shared=True,
+            fast_links=self.nccl,
+        )
+
+    @property
+    def client_bytes_per_s(self) -> float:
+        """Highest rate of storage to one host."""
+        return min(self.storage_bytes_per_s, self.host_storage_bytes_per_s, self.host_bytes_per_s)
+
+    @property
+    def all_clients_bytes_per_s(self) -> float:
+        """Highest rate of storage to all hosts together."""
+        each = min(self.host_storage_bytes_per_s, self.host_bytes_per_s)
+        return min(self.storage_bytes_per_s, self.num_hosts * each)
+
+
+def _agreeing_s(num_ranks: int) -> float:
+    """Returns the seconds of the agreements in one load."""
+    levels, least = 0, 1
+    while least < num_ranks:
+        levels, least = levels + 1, least * _TREE_BASE
+    step_s = 2 * levels * (_HOP_S + (_TREE_BASE - 1) * _RESPONSE_S) + _DECISION_S
+    # up the tree, to the store and back, and down
+    report_bytes = num_ranks * _REPORT_BYTES * (1 + 2 + levels * (_TREE_BASE - 1))
+    reports_s = num_ranks * _REPORT_S + report_bytes / _GLOO["rank_bytes_per_s"]
+    return _NUM_AGREEMENTS * step_s + reports_s

@@ -1,0 +1,203 @@
+"""Reads of the bytes of this rank's tensors, of any strides, on any device."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from fastload.base.devices import DeviceStreams, accelerators_of
+from fastload.base.memory import borrowed, byte_view, copy_flat, host_view, runs
+from fastload.base.trace import Stopwatch
+from fastload.geometry.box import Box
+from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, narrowed
+from fastload.saving.layout import Layout
+from fastload.saving.messages import ShardRange
+
+_SMALL_BYTES = 64 << 10
+
+
+class StateReader:
+    """Reads the bytes of this rank's tensors. Thread-safe.
+
+    Args:
+        layout: The files.
+        tensors: Name → tensor; any strides, any device.
+        uncounted: Names of tensors that may change without torch counting it; see `StateEncoding`.
+        shards: Local tensors with version counters of their own; likewise.
+
+    Attributes:
+        watch: Time of copies.
+        streams: The streams that copy: the caller's.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        uncounted: Collection[str] = (),
+        shards: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.watch = Stopwatch()
+        self.streams = DeviceStreams.of_caller(accelerators_of(tensors.values()))
+        self._layout = layout
+        self._tensors = tensors
+        self._uncounted = uncounted
+        self._shards = shards
+        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
+
+    @classmethod
+    def of_parts(cls, layout: Layout, parts: Mapping[str, list[tuple[Box, Tensor]]]) -> StateReader:
+        """Returns a reader of parts of tensors, each with its box, in host memory."""
+        reader = cls(layout, {})
+        reader._parts = dict(parts)
+        return reader
+
+    def with_layout(self, layout: Layout) -> StateReader:
+        """Returns a reader of the same tensors in another layout."""
+        return self._changed(layout, self._tensors)
+
+    def in_background(self, numbers: Iterable[int]) -> StateReader:
+        """Returns a reader of some tensors, by their numbers in `Layout.space`, as they are now.
+
+        It reads the same memory even if the caller gives its tensors other memory. On accelerators it has
+        streams of its own, which begin after the work that is queued on the caller's.
+        """
+        parts = {name: self._parts_of(name) for name in map(self.name_of, numbers)}
+        tensors = {name: self._tensors[name] for name in parts}
+        plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_dtensor(tensor)}
+        reader = self._changed(self._layout, tensors | plain)
+        reader._parts = parts
+        reader.streams = self.streams.for_copies()
+        return reader
+
+    def borrowing(self) -> StateReader:
+        """Returns a reader of the same memory, which does not keep it; see `borrowed`."""
+        tensors = {name: borrowed(local_of(tensor)) for name, tensor in self._tensors.items()}
+        reader = self._changed(self._layout, tensors)
+        reader._parts = {
+            name: [(box, borrowed(view)) for box, view in self._parts_of(name)] for name in tensors
+        }
+        return reader
+
+    def in_current_streams(self) -> StateReader:
+        """Returns a reader that copies in the streams that are the caller's now."""
+        if not self.streams:
+            return self
+        reader = copy.copy(self)
+        reader.streams = DeviceStreams.of_caller(self.streams.devices)
+        return reader
+
+    def _changed(self, layout: Layout, tensors: Mapping[str, Tensor]) -> StateReader:
+        reader = copy.copy(self)
+        reader._layout, reader._tensors, reader._parts = layout, tensors, {}
+        return reader
+
+    def name_of(self, number: int) -> str:
+        """Returns the name of a tensor, by its number in `Layout.space`."""
+        return self._layout.space.ranges[number].name
+
+    def versions(self, number: int) -> list[tuple[Tensor, int]]:
+        """Returns the version counters of a tensor: what has them, and the numbers of changes so far.
+
+        Returns:
+            Nothing if torch does not count all changes. It counts none of `BatchNorm` in its statistics,
+            which are small.
+        """
+        name = self.name_of(number)
+        tensor = self._tensors[name]
+        if name in self._uncounted or tensor.nbytes <= _SMALL_BYTES:
+            return []
+        parts = self._parts_of(name)
+        if sum(part.nbytes for _, part in parts) <= _SMALL_BYTES:
+            return []
+        local = parts[0][1]  # a view, which shares its counter
+        if local.is_inference():
+            return []
+        counters = [tensor]
+        if is_dtensor(tensor):
+            counters += [local, self._shards.get(local.data_ptr(), local)]
+        return [(each, each._version) for each in counters]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some tensors are on an accelerator."""
+        return bool(self.streams)
+
+    def is_in_host_memory(self, name: str) -> bool:
+        """Whether a tensor is in host memory."""
+        return self._tensors[name].is_cpu
+
+    def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
+        """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
+        position, address = 0, out.data_ptr()
+        with self.watch.span(nbytes=out.numel()), self.streams.current():
+            for number, shard, begin, end in ranges:
+                nbytes = end - begin
+                tensor = self._view(number, shard.box)
+                if nbytes <= _SMALL_BYTES and tensor.is_cpu and tensor.is_contiguous():
+                    # Without views, which take longer to make than a small tensor to copy.
+                    ctypes.memmove(address + position, tensor.data_ptr() + begin, nbytes)
+                else:
+                    _copy_bytes(tensor, begin, end, out[position : position + nbytes])
+                position += nbytes
+
+    def view(self, number: int) -> memoryview | None:
+        """Returns a complete tensor in place; None if its bytes are not contiguous in host memory."""
+        tensor = self._tensors[self.name_of(number)].detach()
+        if is_dtensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        return host_view(byte_view(tensor))
+
+    def settle(self) -> None:
+        """Waits for all copies that were started."""
+        with self.watch:
+            self.streams.synchronize()
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """Returns the boxes of a tensor that this rank holds."""
+        return tuple(box for box, _ in self._parts_of(name))
+
+    def forget(self) -> None:
+        """Drops the references to the state."""
+        self._tensors, self._shards = {}, {}
+        self._parts.clear()
+
+    def _parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
+        """Returns the local parts of a tensor, detached; cached, since a DTensor takes long to answer."""
+        if name not in self._parts:
+            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
+        return self._parts[name]
+
+    def _view(self, number: int, box: Box) -> Tensor:
+        """Returns a box of a tensor, by its number in `Layout.space`."""
+        name = self._layout.space.ranges[number].name
+        tensor = self._tensors.get(name)
+        if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
+            return tensor
+        for held, view in self._parts_of(name):
+            if held == box:
+                return view
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
+        raise AssertionError(f"this rank does not hold {box}")
+
+
+def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
+    """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        copy_flat(byte_view(tensor)[begin:end], out)
+        return
+    size = tensor.element_size()
+    first, last = begin // size, -(-end // size)
+    dense = torch.empty(last - first, dtype=tensor.dtype, device=tensor.device)
+    position = 0
+    for run in runs(tensor, first, last - first):
+        dense[position : position + run.numel()].view(run.shape).copy_(run)
+        position += run.numel()
+    copy_flat(byte_view(dense)[begin - first * size : end - first * size], out)

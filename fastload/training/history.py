@@ -1,0 +1,256 @@
+"""The history of a run: its checkpoints on all ranks, the position of the next one, and the run's name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastload.comm.group import agree
+from fastload.comm.world import World
+from fastload.errors import CheckpointError, FastloadError, OptionError
+from fastload.formats.names import RECORD_NAME
+from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
+from fastload.storage import Location, locate
+from fastload.storage.memory_folder import CHECKPOINT_NAME as RUN_NAME
+from fastload.training.catalog import Catalog, Entry
+from fastload.training.retention import Point, branch_for
+
+_log = logging.getLogger(__name__)
+_RECORDED = ("complete", "damaged")  # states of checkpoints with a commit record
+_UNSUPPORTED = "unsupported"
+_FOLDER = "fastload-run"  # a checkpoint without files, which works on every storage
+_RUN_PREFIX = "fastload-"  # shorter than the name, which some stores do not list
+_RUN, _ROOT = "run", "root"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints at one time; the same on all ranks.
+
+    Attributes:
+        complete: The checkpoints that are complete by their listing, oldest first; on any host, if each has
+            its own disk.
+        recorded: The checkpoints with a commit record, complete or not.
+        links: Steps whose names are symbolic links.
+        unsupported: Step → why this fastload cannot read it.
+    """
+
+    complete: tuple[Point, ...]
+    recorded: tuple[Point, ...]
+    links: frozenset[int]
+    unsupported: Mapping[int, str]
+
+
+class History:
+    """The history of a run: lists checkpoints on all ranks, and gives the position of the next one.
+
+    Args:
+        world: The ranks.
+        catalog: The checkpoints.
+        lists: Whether this rank lists storage; at least one rank does.
+        process_group: Their group, as for `fastload.load`.
+    """
+
+    def __init__(self, world: World, catalog: Catalog, *, lists: bool, process_group: Any) -> None:
+        self._world = world
+        self._group = process_group
+        self._catalog = catalog
+        self._lists = lists
+        self._newest: Point | None = None  # that was listed, noted, or is about to be saved
+        self._in_memory: Point | None = None
+        self._memory_is_void = False
+        self._abandoned: Point | None = None
+        self._listing: Listing | None = None  # the last one
+        self._warned: set[int] = set()
+
+    def look(self, *before: Callable[[], object]) -> Listing:
+        """Lists the checkpoints, on all ranks.
+
+        Args:
+            before: Called first; all ranks finish it before any of them lists.
+
+        Raises:
+            FastloadError: A rank could not list storage.
+        """
+
+        def look() -> list[tuple[int, int, str, bool, str]]:
+            entries = self._catalog.entries() if self._lists else []
+            self._warn_of(entries)
+            return [
+                (
+                    one.point.branch,
+                    one.step,
+                    one.state,
+                    one.is_link,
+                    one.problem * (one.state == _UNSUPPORTED),
+                )
+                for one in entries
+            ]
+
+        what = f"listing the checkpoints in {self._catalog.root.given}"
+        listings = agree(self._group, what, *before, look, timeout_s=self._world.timeout_s)
+        found = [one for entries in listings for one in entries]
+        listing = Listing(
+            complete=_points((branch, step) for branch, step, state, *_ in found if state == "complete"),
+            recorded=_points((branch, step) for branch, step, state, *_ in found if state in _RECORDED),
+            links=frozenset(step for _, step, _, is_link, _ in found if is_link),
+            unsupported={step: problem for _, step, state, _, problem in found if state == _UNSUPPORTED},
+        )
+        self._newest = max(listing.recorded, default=None)
+        if self._in_memory is not None:
+            self._newest = max(self._newest or self._in_memory, self._in_memory)
+        self._listing = listing
+        return listing
+
+    def is_durable(self, *written: tuple[int, int] | None) -> bool:
+        """Whether nothing in memory is newer than these checkpoints on storage."""
+        if self._memory_is_void:
+            return True
+        points = [point for point in written if point is not None]
+        return bool(points) and (self._in_memory is None or self._in_memory <= max(points))
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether this start of the job has saved to memory, or restored from it."""
+        return self._in_memory is not None
+
+    def note_memory(self, point: Point, *, is_abandoned: bool = False) -> None:
+        """Notes the newest in-memory checkpoint, which storage does not list.
+
+        Args:
+            point: Its position.
+            is_abandoned: Whether the run continues from an older checkpoint.
+        """
+        self._in_memory, self._memory_is_void = point, False
+        self._abandoned = point if is_abandoned else None
+        self._newest = point if self._newest is None else max(self._newest, point)
+
+    def note_void_memory(self) -> None:
+        """Notes that in-memory checkpoints are useless: older than those on storage, or incomplete."""
+        self._in_memory, self._abandoned, self._memory_is_void = None, None, True
+
+    def branch_for(self, step: int) -> int:
+        """Returns the branch of the next checkpoint. A call of all ranks.
+
+        Raises:
+            OptionError: Its path is a link.
+            UnsupportedVersion: This fastload cannot read a checkpoint that may be newer.
+            FastloadError: A rank could not list storage, which the first save of a manager does.
+        """
+        listing = self._listing
+        if listing is None or listing.unsupported:
+            listing = self.look()
+        self._catalog.require_supported(listing.unsupported)
+        if step in listing.links:
+            raise OptionError(f"{self._catalog.path(step)} is a link: a save does not replace its target")
+        branch, newest = branch_for(step, self._newest), self._newest
+        if Point(branch, step) == self._abandoned:  # of equal points, a restore prefers memory
+            branch += 1
+        if newest is not None and branch > newest.branch and self._world.rank == 0:
+            _log.warning(
+                "step %d is saved after step %d: the run went back, or another one begins in %s. Checkpoints "
+                "saved from here on count as newer than all earlier ones, whatever their steps: `latest` and "
+                "`restore` prefer them, and the earlier ones are deleted first",
+                step, newest.step, self._catalog.root,
+            )  # fmt: skip
+        self._newest = Point(branch, step)
+        return branch
+
+    def _warn_of(self, entries: list[Entry]) -> None:
+        for one in entries:
+            if one.state in ("unreadable", _UNSUPPORTED) and one.step not in self._warned:
+                self._warned.add(one.step)
+                _log.warning("%s cannot be read; ignored: %s", self._catalog.path(one.step), one.problem)
+
+
+def _points(found: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
+    """Returns sorted points; the newest of each step, of which hosts may have different ones."""
+    branches: dict[int, int] = {}
+    for branch, step in found:
+        branches[step] = max(branch, branches.get(step, 0))
+    return tuple(sorted(Point(branch, step) for step, branch in branches.items()))
+
+
+class RunName:
+    """The name of a run, stored in its root.
+
+    The path of the root is stored with it. If that is another root, which still has the name, this one is a
+    copy, and gets its own name.
+
+    Args:
+        catalog: The catalog of the root.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._stored: _StoredName | None = None
+
+    def read(self) -> str:
+        """Returns the name; empty without one.
+
+        Raises:
+            StorageError: Storage does not answer.
+        """
+        stored = self._stored = self._read(self._catalog.root)
+        return stored.run if stored is not None and not self._is_copy(stored) else ""
+
+    def write(self, run: str) -> None:
+        """Stores a name in the root, unless it has it.
+
+        Raises:
+            FastloadError: It cannot be written.
+        """
+        root = self._catalog.root
+        if self._stored is not None and self._stored[:2] == (run, root.url):
+            return
+        record = Record(1, (), metadata={_RUN: run, _ROOT: root.url})
+        with closing(self._catalog.open_target(root / _FOLDER)) as target:
+            try:
+                target.prepare([], overwrite=True)
+                target.publish([target.flush()], [(RECORD_NAME, record.to_bytes())])
+            except BaseException:
+                target.abort()
+                raise
+
+    def _is_copy(self, stored: _StoredName) -> bool:
+        """Whether the root that the name was stored for still exists, at another path."""
+        root = self._catalog.root
+        if stored.root == root.url:
+            return False
+        try:
+            other = locate(stored.root)
+            found = self._read(other) if other.scheme == root.scheme else stored
+        except FastloadError:
+            return True  # perhaps
+        is_same_folder = found is not None and bool(found.place) and found.place == stored.place
+        return found is not None and found.run == stored.run and not is_same_folder
+
+    def _read(self, root: Location) -> _StoredName | None:
+        with closing(self._catalog.open_storage(root)) as storage:
+            folder = storage.folders(_RUN_PREFIX).get(_FOLDER)
+            stat = folder.files.get(RECORD_NAME) if folder is not None else None
+            if folder is None or stat is None or stat.nbytes > MAX_RECORD_BYTES:
+                return None
+            try:
+                metadata = parse(storage.read_all(f"{_FOLDER}/{RECORD_NAME}", stat)).metadata
+            except CheckpointError:
+                return None
+        run = metadata.get(_RUN, "")
+        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if RUN_NAME.fullmatch(run) else None
+
+
+class _StoredName(NamedTuple):
+    """The name of a run, as stored in a root.
+
+    Attributes:
+        run: The name.
+        root: URL of the root that it was stored for.
+        place: Its path with links resolved; empty where storage has no links.
+    """
+
+    run: str
+    root: str
+    place: str
