@@ -19,9 +19,9 @@ from fastload.formats.state import SavedTensor, leaves, raise_refused
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import DTensorRanks
 from fastload.loading.into import (
+    Differences,
     NewTuple,
     Pairs,
-    Restorer,
     SavedValue,
     optimizer_misfits,
     pair,
@@ -226,18 +226,18 @@ def _match_into(
 ) -> Match:
     """Matches ``into=``, whose tensors are loaded in place."""
     manifest = view.manifest
-    pairs = pair(request.into, manifest, has_gaps=view.has_gaps)
+    pairs, differences = pair(request.into, manifest, has_gaps=view.has_gaps)
     if selection is not None:
-        _narrow(pairs, selection)
+        _narrow(pairs, differences, selection)
     _drop_irrelevant_buffers(pairs, in_parts=selection is not None)
     sharded = {
         saved.stored: (saved, like)
         for part in pairs.stateful
         for saved, like in sharded_state(part, manifest)
     }
-    mismatched = [
-        *pairs.mismatched,
-        *(() if request.skip_per_rank or selection is not None else _elsewhere(view, size, pairs.left_out)),
+    if selection is None and not request.skip_per_rank:
+        differences.mismatched += _elsewhere(view, size, differences.left_out)
+    differences.mismatched += [
         *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
         *(line for part in pairs.stateful for line in optimizer_misfits(part)),
         *(
@@ -246,13 +246,13 @@ def _match_into(
             if (line := misfit(manifest, saved, slot.tensor, dtype, group))
         ),
     ]
-    surplus, advice = _compare_names(pairs, selection, mismatched, manifest.url, strict=request.strict)
+    surplus, advice = _compare_names(pairs, differences, selection, manifest.url, strict=request.strict)
     shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
-    is_strict = request.strict and selection is None and not pairs.left_out
-    restorer = Restorer(manifest.url, is_strict, pairs, shards)
-    for saved, exact in restorer.wanted():
+    is_strict = request.strict and selection is None and not differences.left_out
+    for saved, exact in pairs.wanted(shards):
         targets.make(saved.stored, exact=exact)
-    replaced = _replace_meta(pairs, targets.device)
+    unmatched = [slot for _, slot in differences.unmatched]
+    replaced = _replace_meta(pairs, unmatched, targets.device)
     in_place = [(saved, replaced.get(id(slot.tensor), (slot.tensor, ()))[0]) for saved, slot in pairs.tensors]
     for saved, tensor in in_place:
         targets.fill(saved, tensor)
@@ -276,7 +276,7 @@ def _match_into(
         targets.copy()
         for slot, tensor in slots:
             slot.container[slot.key] = tensor
-        restorer.run(targets)
+        pairs.restore(manifest.url, targets, shards, strict=is_strict)
         return named
 
     calls = pairs.hold_more_than_tensors or not all(
@@ -288,14 +288,19 @@ def _match_into(
         finish,
         calls=calls,
         is_in_place=not (calls or slots or targets.copies or targets.dequantizers or targets.new),
-        left_out=tuple(pairs.left_out),
+        left_out=tuple(differences.left_out),
         surplus=surplus if request.strict else (),
         advice=advice,
     )
 
 
 def _compare_names(
-    pairs: Pairs, selection: Selection | None, mismatched: Sequence[str], url: str, *, strict: bool
+    pairs: Pairs,
+    differences: Differences,
+    selection: Selection | None,
+    url: str,
+    *,
+    strict: bool,
 ) -> tuple[tuple[str, ...], str]:
     """Raises if `into` and the checkpoint do not fit each other.
 
@@ -306,8 +311,8 @@ def _compare_names(
         MismatchError: They do not fit. Names that are only unexpected, and nothing else, are no reason: other
             ranks may want them.
     """
-    unmatched, missing, absent = pairs.unmatched, pairs.missing, pairs.absent
-    unexpected, values = pairs.unexpected, list(pairs.unexpected_values)
+    unmatched, missing, absent = differences.unmatched, differences.missing, differences.absent
+    unexpected, values = differences.unexpected, list(differences.unexpected_values)
     if selection is not None:
         unmatched = [(name, slot) for name, slot in unmatched if selection(name)]
         missing = [name for name in missing if selection(name)]
@@ -323,13 +328,13 @@ def _compare_names(
     has_to_fit = strict or is_elsewhere
     advice = _advice(pairs, renamed, values)
     unfilled = [name for module in pairs.unfilled for name in module.certain]
-    is_unfit = bool(mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
+    is_unfit = bool(differences.mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
     raise_mismatch(
         url,
         missing=[*lacking, *missing] if has_to_fit else (),
         absent=absent if has_to_fit else (),
         unexpected=[*surplus, *values] if has_to_fit and is_unfit else (),
-        mismatched=mismatched,
+        mismatched=differences.mismatched,
         unfilled=unfilled,
         advice=advice,
     )
@@ -353,8 +358,12 @@ def _drop_irrelevant_buffers(pairs: Pairs, *, in_parts: bool) -> None:
     pairs.unfilled = [module for module in pairs.unfilled if module.matters(filled, in_parts=in_parts)]
 
 
-def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor, list[TensorSlot]]]:
+def _replace_meta(
+    pairs: Pairs, unmatched: Sequence[TensorSlot], device: torch.device
+) -> dict[int, tuple[Tensor, list[TensorSlot]]]:
     """Returns, by id of the meta tensors that are loaded, real tensors and the slots to put them in.
+
+    Some of the unmatched slots have one of these tensors, too, under another name.
 
     Raises:
         OptionError: A slot cannot be assigned.
@@ -368,7 +377,7 @@ def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor,
     for slot in derived:
         if id(slot.tensor) in real:
             real[id(slot.tensor)][0].detach().zero_()  # a defined value, even if no hook fills it
-    for slot in (*loaded, *(slot for _, slot in pairs.unmatched), *derived):
+    for slot in (*loaded, *unmatched, *derived):
         if id(slot.tensor) not in real:
             continue
         if not hasattr(slot.container, "__setitem__"):
@@ -378,7 +387,7 @@ def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor,
     return real
 
 
-def _narrow(pairs: Pairs, selection: Selection) -> None:
+def _narrow(pairs: Pairs, differences: Differences, selection: Selection) -> None:
     """Drops the pairs that are not selected. A value is selected with all of its tensors, or not at all."""
 
     def narrowed(value: SavedValue | NewTuple, where: str) -> Any:
@@ -388,7 +397,7 @@ def _narrow(pairs: Pairs, selection: Selection) -> None:
             return value._replace(changes=changes) if changes else None
         picked = [selection.has(saved) for saved in value.leaves if not saved.is_text]
         if any(picked) and not all(picked):
-            pairs.mismatched.append(f"{where}: names= selects some of its tensors only")
+            differences.mismatched.append(f"{where}: names= selects some of its tensors only")
         return value if any(picked) else None
 
     pairs.tensors = [(saved, slot) for saved, slot in pairs.tensors if selection.has(saved)]
