@@ -15,7 +15,7 @@ from fastload.geometry.ranges import ByteRange
 from fastload.transfer.messages import Message, Route, joined
 from fastload.transfer.plan import TransferPlan, TransferView
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
-from fastload.transfer.transport import Delivery, OwnChunk, Round, Slots, Transport
+from fastload.transfer.transport import Buffer, Delivery, OwnChunk, Round, Slots, Transport
 
 Plan: TypeAlias = TransferPlan | RoutedPlan
 View: TypeAlias = TransferView | RoutedView
@@ -89,25 +89,25 @@ class Buffers:
         self.wanted_bytes = self._view.wanted_bytes
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
         # Where messages are packed once a chunk is read, by number of the round.
-        self._unpacked: dict[int, tuple[_BufferRoom, _Directory | None]] = {}
+        self._unpacked: dict[int, tuple[_Room, _Directory | None]] = {}
         self._ahead: list[Tensor] = []
         if isinstance(plan, TransferPlan) and plan.ahead:
             num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
             self._ahead = [transport.allocate_own(own_bytes) for _ in range(num_own)]
             own_bytes = 0
-        num_buffers = self.depth = min(plan.depth, plan.num_rounds)
+        num_rooms = self.depth = min(plan.depth, plan.num_rounds)
         if transport.shares_memory:
             # One more than rounds in flight, since other ranks of the host may be a round behind. Also where
             # each round has its own, since a reader that drops out adds rounds.
-            num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
-            self.depth = num_buffers - 1
+            num_rooms = max(2, min(plan.depth, plan.num_rounds + 1))
+            self.depth = num_rooms - 1
             buffer_bytes = _with_directory(buffer_bytes)
         if self._on_device and isinstance(plan, RoutedPlan):  # which has counted no chunks in host memory
             fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
-            num_buffers = self.depth = min(self.depth, fitting)
-        self._buffers = [transport.allocate(buffer_bytes) for _ in range(num_buffers)]
-        self._own = [transport.allocate_own(own_bytes) for _ in range(num_buffers if self._on_device else 0)]
-        self._most = [0] * num_buffers
+            num_rooms = self.depth = min(self.depth, fitting)
+        self._rooms = [_Room(transport.allocate(buffer_bytes)) for _ in range(num_rooms)]
+        for room in self._rooms if self._on_device else ():
+            room.own = transport.allocate_own(own_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -116,10 +116,10 @@ class Buffers:
         If the ranks of a host share them, the part of one rank.
         """
         ahead = sum(memory.nbytes for memory in self._ahead)
-        used = sum(self._most)
+        used = sum(room.most_bytes for room in self._rooms)
         if isinstance(self._plan, TransferPlan) and self._plan.num_sharing > 1:
-            used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
-        return ahead + used + sum(own.nbytes for own in self._own)
+            used = len(self._rooms) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
+        return ahead + used + sum(room.own.nbytes for room in self._rooms)
 
     @property
     def _on_device(self) -> bool:
@@ -128,8 +128,7 @@ class Buffers:
     def free(self) -> None:
         """Releases the buffers; a read that is still under way keeps its own alive."""
         self._unpacked.clear()
-        self._buffers.clear()
-        self._own.clear()
+        self._rooms.clear()
         self._ahead.clear()
 
     def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk | None:
@@ -157,11 +156,11 @@ class Buffers:
             own: This rank's chunk, if it was read ahead.
         """
         view, route = self._view_of(plan), self._transport.route
-        slot = number % len(self._buffers)
         outgoing = [(message, route(message)) for message in view.outgoing(index)]
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
-        room = _BufferRoom(self._buffers[slot].memory, self._most, slot)
+        room = self._rooms[number % len(self._rooms)]
+        room.clear()
         work = Round(number, view.readers(index), own, outgoing)
         directory = None
         if self._transport.shares_memory:
@@ -170,7 +169,7 @@ class Buffers:
         if self._on_device and isinstance(plan, TransferPlan):
             work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
         if work.own is None and (byte_ranges := view.reads(index)):
-            work.own = self._own_chunk(byte_ranges, outgoing, slot, room)
+            work.own = self._own_chunk(byte_ranges, outgoing, room)
         if work.own is not None and work.slots is not None:  # all messages are the chunk
             data = work.slots.each[self._rank][: work.own.memory[0].numel()]
             work.packed = [Delivery(message, way, data) for message, way in outgoing]
@@ -212,7 +211,7 @@ class Buffers:
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
-        buffer = self._buffers[work.index % len(self._buffers)]
+        buffer = self._rooms[work.index % len(self._rooms)].buffer
         directories: dict[int, _Directory] = {}  # of the messages that other ranks of this host hold
         for each in chain(work.packed, work.incoming):
             message, holder, data = each.message, each.route.holder, each.data
@@ -254,18 +253,17 @@ class Buffers:
         self,
         byte_ranges: Sequence[ByteRange],
         outgoing: Sequence[tuple[Message, Route]],
-        slot: int,
-        room: _BufferRoom,
+        room: _Room,
     ) -> OwnChunk:
         nbytes = sum(each.nbytes for each in byte_ranges)
         if self._on_device:
-            return OwnChunk(byte_ranges, [self._own[slot][:nbytes]])
+            return OwnChunk(byte_ranges, [room.own[:nbytes]])
         if (direct := self._direct(outgoing, nbytes)) is not None:
             return OwnChunk(byte_ranges, direct, is_in_place=True)
         is_shared = any(way.is_shared for _, way in outgoing)
         return OwnChunk(byte_ranges, [room.take(nbytes, must_fit=is_shared)])
 
-    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _BufferRoom) -> Delivery:
+    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _Room) -> Delivery:
         if work.slots is not None:
             return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
         if way.holder != self._rank:
@@ -309,7 +307,7 @@ class Buffers:
         return pieces
 
 
-def _packed(message: Message, chunk: Tensor, room: _BufferRoom, *, copies: bool, must_fit: bool) -> Tensor:
+def _packed(message: Message, chunk: Tensor, room: _Room, *, copies: bool, must_fit: bool) -> Tensor:
     """Returns the bytes of a message: a view of the chunk, or a copy.
 
     Args:
@@ -366,19 +364,28 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
     return pieces
 
 
-class _BufferRoom:
-    """The free memory of a buffer in one round.
+class _Room:
+    """The memory of a round in flight, taken from its beginning on.
 
     Args:
-        memory: The buffer, flat uint8.
-        most: The most bytes taken of each buffer in any round; updated.
-        slot: Number of the buffer.
+        buffer: The buffer.
+
+    Attributes:
+        buffer: As given.
+        memory: Its memory, flat uint8, from the first round on.
+        own: Host memory of this rank's chunk, if buffers are on a device; else empty.
+        most_bytes: The most bytes taken in any round.
     """
 
-    def __init__(self, memory: Tensor, most: list[int], slot: int) -> None:
-        self.memory = memory
-        self._most = most
-        self._slot = slot
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.memory = self.own = _EMPTY
+        self.most_bytes = 0
+        self._begin = self._taken = 0
+
+    def clear(self) -> None:
+        """Begins a round: all memory is free."""
+        self.memory = self.buffer.memory
         self._begin = self._taken = 0
 
     def skip(self, nbytes: int) -> None:
@@ -392,7 +399,7 @@ class _BufferRoom:
             MemoryError: The buffer is full and `must_fit` is set.
         """
         begin, self._taken = self._taken, self._taken + round_up(nbytes, _ALIGNED_BYTES)
-        self._most[self._slot] = max(self._most[self._slot], self._taken - self._begin)
+        self.most_bytes = max(self.most_bytes, self._taken - self._begin)
         if begin + nbytes <= self.memory.numel():
             return self.memory[begin : begin + nbytes]
         if must_fit:
@@ -425,7 +432,7 @@ class _Directory:
         self._count = 0
 
     @classmethod
-    def make(cls, room: _BufferRoom, num_messages: int) -> _Directory:
+    def make(cls, room: _Room, num_messages: int) -> _Directory:
         """Reserves a directory for some messages at the beginning of a buffer."""
         room.skip(8 * (1 + cls._ROW * num_messages))
         return cls(room.memory)
