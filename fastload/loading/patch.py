@@ -290,6 +290,11 @@ class _Part(NamedTuple):
     indices: Tensor
     values: Tensor
 
+    def within(self, starts: Tensor, segments: range) -> slice:
+        """Returns where the indices or values of some segments are, given where each segment's begin."""
+        first = int(starts[self.segments.start])
+        return slice(int(starts[segments.start]) - first, int(starts[segments.stop]) - first)
+
 
 class _Patch:
     """The changes of one delta for the tensors of this rank.
@@ -312,15 +317,6 @@ class _Patch:
         for part in chain.from_iterable(self._parts.values()):
             part.table.require_ascending(part.segments, part.indices, self._url)
 
-    def _within(self, name: str, begin: int, end: int) -> Iterator[tuple[_Part, range]]:
-        for part in self._parts.get(name, ()):
-            size = part.changes.itemsize
-            wanted = part.table.within(begin // size, end // size)
-            first = max(wanted.start, part.segments.start)
-            last = min(wanted.stop, part.segments.stop)
-            if first < last:
-                yield part, range(first, last)
-
     def apply(self, name: str, begin: int, end: int, data: Tensor) -> None:
         """Replaces the elements that change in a byte range of a tensor, which begins with a segment.
 
@@ -330,29 +326,20 @@ class _Patch:
             end: The byte after the last one.
             data: The bytes; flat uint8, on any device.
         """
-        for part, within in self._within(name, begin, end):
+        for part in self._parts.get(name, ()):
             size, table = part.changes.itemsize, part.table
             step = max(1, _APPLIED_ELEMENTS // table.segment)
             elements = data.view(bits_of(size))
-            for at in range(within.start, within.stop, step):
-                segments = range(at, min(at + step, within.stop))
-                first, last = _values(part, segments)
-                if first == last:
+            wanted = table.within(begin // size, end // size)
+            last = min(wanted.stop, part.segments.stop)
+            for at in range(max(wanted.start, part.segments.start), last, step):
+                segments = range(at, min(at + step, last))
+                values = part.values[part.within(table.value_starts, segments)]
+                if not len(values):
                     continue
-                start = int(table.index_starts[part.segments.start])
-                indices = part.indices[
-                    int(table.index_starts[segments.start]) - start : int(table.index_starts[segments.stop])
-                    - start
-                ]
+                indices = part.indices[part.within(table.index_starts, segments)]
                 positions = table.positions(segments, indices).sub_(begin // size)
-                values = part.values[first:last]
                 elements.scatter_(0, positions.to(data.device), values.to(data.device))
-
-
-def _values(part: _Part, segments: range) -> tuple[int, int]:
-    """Returns the first value of some segments in a part, and the one after the last."""
-    starts, first = part.table.value_starts, int(part.table.value_starts[part.segments.start])
-    return int(starts[segments.start]) - first, int(starts[segments.stop]) - first
 
 
 def _read(opened: Opened, session: Session, base: Manifest, candidates: _Candidates) -> _Patch:

@@ -166,8 +166,7 @@ _AHEAD_PART = 64
 _LEAST_ROUND_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of a plan; see `TransferPlan`."""
 
     chunk_bytes: int
@@ -209,9 +208,14 @@ class RoundSize:
 
     def each_bytes(self, chunk_bytes: int) -> int:
         """Returns the bytes to count for each slot."""
+        return slot_bytes(chunk_bytes + self.extra_bytes)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes to count for each slot beyond a chunk, since its bounds are moved to those of blocks."""
         if self.padded or not self.longest_block_bytes:
-            return self.own_bytes(chunk_bytes)
-        return slot_bytes(chunk_bytes + PAGE_BYTES)  # lengths that differ are rounded up one by one
+            return self.longest_block_bytes
+        return PAGE_BYTES  # lengths that differ are rounded up one by one
 
     @property
     def once_bytes(self) -> int:
@@ -305,36 +309,39 @@ def good_chunk_bytes(share_bytes: int, num_rounds: int = _GOOD_NUM_ROUNDS) -> in
 
 def _fitting_chunk_bytes(share_bytes: int, size: RoundSize, spare: int) -> int:
     """Returns a good length within staging."""
-    other = size.nbytes(PAGE_BYTES) - size.once_bytes - size.num_slots * PAGE_BYTES
-    for_staging = (spare - other) // size.num_slots // PAGE_BYTES * PAGE_BYTES
+    for_staging = _pages(spare // size.num_slots - round_up(size.extra_bytes, PAGE_BYTES))
     good = good_chunk_bytes(share_bytes, _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS)
     return max(PAGE_BYTES, min(good, for_staging))
 
 
 def _least_useful(spare: int) -> int:
     """Returns the least useful length of a chunk, given the bytes of a round."""
-    return min(max(spare // _LEAST_NUM_READERS // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES), _MIN_CHUNK_BYTES)
+    return min(max(_pages(spare // _LEAST_NUM_READERS), PAGE_BYTES), _MIN_CHUNK_BYTES)
 
 
 def _good_windowed_bytes(share_bytes: int, spare: int) -> int:
     """Returns about the length of chunks of which a round has many."""
-    for_many = spare // _GOOD_NUM_READERS // PAGE_BYTES * PAGE_BYTES
     for_overlap = round_up(-(-share_bytes // _GOOD_NUM_ROUNDS), PAGE_BYTES)
+    for_many = _pages(spare // _GOOD_NUM_READERS)
     return max(_least_useful(spare), min(for_overlap, for_many, _MAX_CHUNK_BYTES))
 
 
 def _even_chunk_bytes(share_bytes: int, at_most: int) -> int:
     """Returns the longest chunk, up to a length, of which all readers have equally many, but no tiny one."""
-    at_most = max(PAGE_BYTES, at_most // PAGE_BYTES * PAGE_BYTES)
+    at_most = max(PAGE_BYTES, _pages(at_most))
     if share_bytes <= at_most:
         return max(share_bytes, min(_LEAST_CHUNK_BYTES, at_most))
     return round_up(-(-share_bytes // -(-share_bytes // at_most)), PAGE_BYTES)
 
 
+def _pages(nbytes: int) -> int:
+    """Rounds down to complete pages."""
+    return nbytes // PAGE_BYTES * PAGE_BYTES
+
+
 def _require_fit(depth: int, chunk_bytes: int, size: RoundSize, staging_bytes: int) -> None:
-    if depth < (
-        2 if size.num_sharing > 1 else 1
-    ):  # shared memory takes one buffer more than rounds in flight
+    # Shared memory takes one buffer more than rounds in flight.
+    if depth < (2 if size.num_sharing > 1 else 1):
         longest = size.longest_block_bytes
         why = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
         raise OptionError(
