@@ -89,25 +89,25 @@ class Buffers:
         self.wanted_bytes = self._view.wanted_bytes
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
         # Where messages are packed once a chunk is read, by number of the round.
-        self._unpacked: dict[int, tuple[_Room, _Directory | None]] = {}
+        self._unpacked: dict[int, tuple[_RoundBuffer, _Directory | None]] = {}
         self._ahead: list[Tensor] = []
         if isinstance(plan, TransferPlan) and plan.ahead:
             num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
             self._ahead = [transport.allocate_own(own_bytes) for _ in range(num_own)]
             own_bytes = 0
-        num_rooms = self.depth = min(plan.depth, plan.num_rounds)
+        num_buffers = self.depth = min(plan.depth, plan.num_rounds)
         if transport.shares_memory:
             # One more than rounds in flight, since other ranks of the host may be a round behind. Also where
             # each round has its own, since a reader that drops out adds rounds.
-            num_rooms = max(2, min(plan.depth, plan.num_rounds + 1))
-            self.depth = num_rooms - 1
+            num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
+            self.depth = num_buffers - 1
             buffer_bytes = _with_directory(buffer_bytes)
         if self._on_device and isinstance(plan, RoutedPlan):  # which has counted no chunks in host memory
             fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
-            num_rooms = self.depth = min(self.depth, fitting)
-        self._rooms = [_Room(transport.allocate(buffer_bytes)) for _ in range(num_rooms)]
-        for room in self._rooms if self._on_device else ():
-            room.own = transport.allocate_own(own_bytes)
+            num_buffers = self.depth = min(self.depth, fitting)
+        self._buffers = [_RoundBuffer(transport.allocate(buffer_bytes)) for _ in range(num_buffers)]
+        for each in self._buffers if self._on_device else ():
+            each.own = transport.allocate_own(own_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -116,10 +116,10 @@ class Buffers:
         If the ranks of a host share them, the part of one rank.
         """
         ahead = sum(memory.nbytes for memory in self._ahead)
-        used = sum(room.most_bytes for room in self._rooms)
+        used = sum(each.most_bytes for each in self._buffers)
         if isinstance(self._plan, TransferPlan) and self._plan.num_sharing > 1:
-            used = len(self._rooms) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
-        return ahead + used + sum(room.own.nbytes for room in self._rooms)
+            used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
+        return ahead + used + sum(each.own.nbytes for each in self._buffers)
 
     @property
     def _on_device(self) -> bool:
@@ -128,7 +128,7 @@ class Buffers:
     def free(self) -> None:
         """Releases the buffers; a read that is still under way keeps its own alive."""
         self._unpacked.clear()
-        self._rooms.clear()
+        self._buffers.clear()
         self._ahead.clear()
 
     def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk | None:
@@ -159,7 +159,7 @@ class Buffers:
         outgoing = [(message, route(message)) for message in view.outgoing(index)]
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
-        room = self._rooms[number % len(self._rooms)]
+        room = self._buffers[number % len(self._buffers)]
         room.clear()
         work = Round(number, view.readers(index), own, outgoing)
         directory = None
@@ -188,7 +188,8 @@ class Buffers:
         unpacked = self._unpacked.pop(work.index, None)
         if unpacked is None:
             return
-        (room, directory), own = unpacked, work.own
+        room, directory = unpacked
+        own = work.own
         assert own is not None
         chunk = own.memory[0]
         if self._on_device:
@@ -211,7 +212,7 @@ class Buffers:
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
-        buffer = self._rooms[work.index % len(self._rooms)].buffer
+        buffer = self._buffers[work.index % len(self._buffers)].buffer
         directories: dict[int, _Directory] = {}  # of the messages that other ranks of this host hold
         for each in chain(work.packed, work.incoming):
             message, holder, data = each.message, each.route.holder, each.data
@@ -253,7 +254,7 @@ class Buffers:
         self,
         byte_ranges: Sequence[ByteRange],
         outgoing: Sequence[tuple[Message, Route]],
-        room: _Room,
+        room: _RoundBuffer,
     ) -> OwnChunk:
         nbytes = sum(each.nbytes for each in byte_ranges)
         if self._on_device:
@@ -263,7 +264,7 @@ class Buffers:
         is_shared = any(way.is_shared for _, way in outgoing)
         return OwnChunk(byte_ranges, [room.take(nbytes, must_fit=is_shared)])
 
-    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _Room) -> Delivery:
+    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _RoundBuffer) -> Delivery:
         if work.slots is not None:
             return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
         if way.holder != self._rank:
@@ -307,7 +308,7 @@ class Buffers:
         return pieces
 
 
-def _packed(message: Message, chunk: Tensor, room: _Room, *, copies: bool, must_fit: bool) -> Tensor:
+def _packed(message: Message, chunk: Tensor, room: _RoundBuffer, *, copies: bool, must_fit: bool) -> Tensor:
     """Returns the bytes of a message: a view of the chunk, or a copy.
 
     Args:
@@ -364,7 +365,7 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
     return pieces
 
 
-class _Room:
+class _RoundBuffer:
     """The memory of a round in flight, taken from its beginning on.
 
     Args:
@@ -432,7 +433,7 @@ class _Directory:
         self._count = 0
 
     @classmethod
-    def make(cls, room: _Room, num_messages: int) -> _Directory:
+    def make(cls, room: _RoundBuffer, num_messages: int) -> _Directory:
         """Reserves a directory for some messages at the beginning of a buffer."""
         room.skip(8 * (1 + cls._ROW * num_messages))
         return cls(room.memory)
