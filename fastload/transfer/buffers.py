@@ -15,7 +15,7 @@ from fastload.geometry.ranges import ByteRange
 from fastload.transfer.messages import Message, Route, joined
 from fastload.transfer.plan import TransferPlan, TransferView
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
-from fastload.transfer.transport import Buffer, Delivery, OwnChunk, Round, Slots, Transport
+from fastload.transfer.transport import Delivery, OwnChunk, Round, Slots, Transport
 
 Plan: TypeAlias = TransferPlan | RoutedPlan
 View: TypeAlias = TransferView | RoutedView
@@ -105,9 +105,11 @@ class Buffers:
         if self._on_device and isinstance(plan, RoutedPlan):  # which has counted no chunks in host memory
             fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
             num_buffers = self.depth = min(self.depth, fitting)
-        self._buffers = [_RoundBuffer(transport.allocate(buffer_bytes)) for _ in range(num_buffers)]
-        for each in self._buffers if self._on_device else ():
-            each.own = transport.allocate_own(own_bytes)
+        self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
+        for each in self._buffers:
+            transport.allocate(buffer_bytes)
+            if self._on_device:
+                each.own = transport.allocate_own(own_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -159,8 +161,9 @@ class Buffers:
         outgoing = [(message, route(message)) for message in view.outgoing(index)]
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
-        room = self._buffers[number % len(self._buffers)]
-        room.clear()
+        slot = number % len(self._buffers)
+        room = self._buffers[slot]
+        room.begin(self._transport.buffer(slot, self._rank))
         work = Round(number, view.readers(index), own, outgoing)
         directory = None
         if self._transport.shares_memory:
@@ -212,14 +215,14 @@ class Buffers:
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
-        buffer = self._buffers[work.index % len(self._buffers)].buffer
+        slot = work.index % len(self._buffers)
         directories: dict[int, _Directory] = {}  # of the messages that other ranks of this host hold
         for each in chain(work.packed, work.incoming):
             message, holder, data = each.message, each.route.holder, each.data
             if message.ranges and message.reader not in work.statuses:
                 if holder != self._rank:
                     if holder not in directories:
-                        directories[holder] = _Directory(buffer.of(holder))
+                        directories[holder] = _Directory(self._transport.buffer(slot, holder))
                     data = directories[holder].find(each)
                 yield Arrival(message.reader, message.nbytes, [] if each.is_in_place else _cut(message, data))
 
@@ -368,25 +371,20 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
 class _RoundBuffer:
     """The memory of a round in flight, taken from its beginning on.
 
-    Args:
-        buffer: The buffer.
-
     Attributes:
-        buffer: As given.
-        memory: Its memory, flat uint8, from the first round on.
+        memory: Flat uint8; empty before the first round.
         own: Host memory of this rank's chunk, if buffers are on a device; else empty.
         most_bytes: The most bytes taken in any round.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self) -> None:
         self.memory = self.own = _EMPTY
         self.most_bytes = 0
         self._begin = self._taken = 0
 
-    def clear(self) -> None:
+    def begin(self, memory: Tensor) -> None:
         """Begins a round: all memory is free."""
-        self.memory = self.buffer.memory
+        self.memory = memory
         self._begin = self._taken = 0
 
     def skip(self, nbytes: int) -> None:

@@ -32,7 +32,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots, Transport
+from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Slots, Transport
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: the kernels of all phases have to run at once
@@ -294,6 +294,7 @@ class _BackendTransport(Transport):
 
     def close(self) -> None:
         self._communicators.close(keep=self._events.close())
+        super().close()
 
 
 class DeviceTransport(_BackendTransport):
@@ -327,7 +328,7 @@ class DeviceTransport(_BackendTransport):
         groups = [found.get(phase) for phase in range(self._grid.num_phases)]
         self._broadcast = GridBroadcast(self._grid, self._rank, groups, self._in_phase)
 
-    def allocate(self, nbytes: int) -> FlatBuffer:
+    def allocate(self, nbytes: int) -> None:
         buffer = allocate((nbytes,), torch.uint8, self.device)
         # Allocated here: a rank that ran out of memory in a round would leave the others waiting.
         statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
@@ -337,7 +338,7 @@ class DeviceTransport(_BackendTransport):
             buffer.record_stream(stream)
             statuses.record_stream(stream)
         self._statuses.append(statuses)
-        return FlatBuffer(buffer)
+        self._buffers.append(buffer)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -470,11 +471,11 @@ class RoutedDeviceTransport(_BackendTransport):
         made = self._communicators.connect(give_up)
         self._groups = {self._members[number]: group for number, group in made.items()}
 
-    def allocate(self, nbytes: int) -> FlatBuffer:
+    def allocate(self, nbytes: int) -> None:
         buffer = allocate((nbytes,), torch.uint8, self.device)
         buffer.record_stream(self._packing)
         buffer.record_stream(self._moving)
-        return FlatBuffer(buffer)
+        self._buffers.append(buffer)
 
     def post(self, work: Round) -> None:
         # The caller's kernels may still use the memory.

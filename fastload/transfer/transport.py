@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,20 +41,6 @@ class Delivery(NamedTuple):
     is_in_place: bool = False
 
 
-class Buffer(Protocol):
-    """A reusable buffer for the chunk and the messages of one round.
-
-    Attributes:
-        memory: Flat uint8, on the transport's device; valid once the transport is connected.
-    """
-
-    @property
-    def memory(self) -> Tensor: ...
-    def of(self, rank: int) -> Tensor:
-        """Returns the memory of the same buffer of another rank of this host."""
-        ...
-
-
 @dataclass(frozen=True)
 class Slots:
     """A buffer, or its beginning, cut into one slot per reader.
@@ -66,16 +52,6 @@ class Slots:
 
     memory: Tensor
     each: dict[int, Tensor]
-
-
-class FlatBuffer(NamedTuple):
-    """A buffer of this rank alone."""
-
-    memory: Tensor
-
-    def of(self, rank: int) -> Tensor:
-        """Returns its memory, whatever the rank."""
-        return self.memory
 
 
 @dataclass(frozen=True)
@@ -164,6 +140,7 @@ class Transport:
         self.watch = Stopwatch()
         self._rank = rank
         self._pinned = pinned
+        self._buffers: list[Tensor] = []
 
     @property
     def shares_memory(self) -> bool:
@@ -179,9 +156,21 @@ class Transport:
         """Returns the route of a message."""
         return Route(self._rank)
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocates a buffer."""
-        return FlatBuffer(self.allocate_own(nbytes))
+    def allocate(self, nbytes: int) -> None:
+        """Allocates one more buffer, for the chunk and the messages of one round at a time."""
+        self._buffers.append(self.allocate_own(nbytes))
+
+    def buffer(self, number: int, rank: int) -> Tensor:
+        """Returns a buffer of this rank, or of another one of this host, once they are connected.
+
+        Args:
+            number: Number of the buffer.
+            rank: The rank.
+
+        Returns:
+            Flat uint8, on the transport's device.
+        """
+        return self._buffers[number]
 
     def allocate_own(self, nbytes: int) -> Tensor:
         """Allocates host memory for a chunk that this rank does not read into the buffer of its round."""
@@ -226,7 +215,8 @@ class Transport:
         """Waits until the memory of a round may be overwritten; arguments and errors as for `wait`."""
 
     def close(self) -> None:
-        """Ends the transport; rounds that have not ended are abandoned."""
+        """Ends the transport; rounds that have not ended are abandoned, and keep their memory alive."""
+        self._buffers.clear()
 
 
 def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:

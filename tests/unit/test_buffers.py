@@ -15,26 +15,17 @@ from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.messages import Message, Route, Routing, sharing_domains
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.transport import FlatBuffer, LocalTransport, OwnChunk, Round
+from fastload.transfer.transport import LocalTransport, OwnChunk, Round
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of
 
 _LENGTHS = (30_000, 5, 0, 17_001, 4096, 9_001)
 
 
-class Part(FlatBuffer):
-    """The part of a rank of a buffer that the ranks of its host share."""
-
-    host: dict[int, FlatBuffer]
-
-    def of(self, rank: int) -> Tensor:
-        return self.host[rank].memory
-
-
 class InProcess(LocalTransport):
     """Between ranks in one process: knows routes and shares memory; the test carries the messages."""
 
-    def __init__(self, rank: int, routing: Routing, shared: list[dict[int, FlatBuffer]], device: str) -> None:
+    def __init__(self, rank: int, routing: Routing, shared: list[dict[int, Tensor]], device: str) -> None:
         super().__init__(rank, pinned=False)
         self.device = torch.device(device)
         self._routing = routing
@@ -50,15 +41,15 @@ class InProcess(LocalTransport):
             return super().route(message)
         return self._routing.route(message.reader, message.ranks)
 
-    def allocate(self, nbytes: int) -> FlatBuffer:
+    def allocate(self, nbytes: int) -> None:
         memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
-        part = Part(memory[-memory.data_ptr() % 8 :][: nbytes // 8 * 8])
         if self._num_buffers == len(self._shared):
             self._shared.append({})
-        part.host = self._shared[self._num_buffers]
-        part.host[self._rank] = part
+        self._shared[self._num_buffers][self._rank] = memory[-memory.data_ptr() % 8 :][: nbytes // 8 * 8]
         self._num_buffers += 1
-        return part
+
+    def buffer(self, number: int, rank: int) -> Tensor:
+        return self._shared[number][rank]
 
 
 class OneRank:
@@ -113,7 +104,7 @@ def run(
     """Moves all rounds; returns how many bytes were placed on each rank."""
     everyone = range(len(machines))
     domains = sharing_domains(machines, plan.groups)
-    shared: dict[object, list[dict[int, FlatBuffer]]] = {domain: [] for domain in domains}
+    shared: dict[object, list[dict[int, Tensor]]] = {domain: [] for domain in domains}
     members = []
     for rank in everyone:
         transport = InProcess(rank, Routing(rank, everyone, domains), shared[domains[rank]], device)
