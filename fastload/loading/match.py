@@ -46,6 +46,32 @@ _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
 
 @dataclass(frozen=True)
+class Surplus:
+    """What the checkpoint has and this rank does not want, if some rank has to want it.
+
+    Attributes:
+        names: The names.
+        advice: What to do if no rank wants them.
+    """
+
+    names: tuple[str, ...] = ()
+    advice: str = ""
+
+    def raise_unwanted(self, url: str, unwanted: Sequence[str]) -> None:
+        """Raises if the checkpoint has anything that no rank wants and some rank has to.
+
+        Args:
+            url: The checkpoint.
+            unwanted: Names that are surplus on all ranks.
+
+        Raises:
+            MismatchError: It has; lists them.
+        """
+        is_all = len(unwanted) == len(self.names)
+        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
+
+
+@dataclass(frozen=True)
 class Match:
     """The destinations of a load on one rank.
 
@@ -57,8 +83,7 @@ class Match:
         calls: Whether `finish` calls the caller's code, which may fail on this rank alone.
         is_in_place: Whether all is done once the destinations have their bytes: `finish` changes nothing.
         left_out: What is not loaded although it is wanted; see `LoadReport`.
-        surplus: Names that the checkpoint has and this rank does not want, if some rank has to want them.
-        advice: What to do if no rank wants them.
+        surplus: What the checkpoint has beyond that.
         writer: Takes the bytes of a stream, whose `destinations` have no memory; None for a load into
             tensors that all exist at its end.
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
@@ -71,24 +96,10 @@ class Match:
     calls: bool = False
     is_in_place: bool = False
     left_out: tuple[str, ...] = ()
-    surplus: tuple[str, ...] = ()
-    advice: str = ""
+    surplus: Surplus = Surplus()
     writer: Writer | None = None
     is_mapped: bool = False
     bytes_patched: int = 0
-
-    def raise_unexpected(self, url: str, unwanted: Sequence[str]) -> None:
-        """Raises if the checkpoint has anything that no rank wants and some rank has to.
-
-        Args:
-            url: The checkpoint.
-            unwanted: Names that are in the `surplus` of all ranks.
-
-        Raises:
-            MismatchError: It has; lists them.
-        """
-        is_all = len(unwanted) == len(self.surplus)
-        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
 
     @property
     def num_tensors(self) -> int:
@@ -143,7 +154,7 @@ class LoadRequest:
 
         Raises:
             MismatchError: Something does not fit; lists everything. Names that are only unexpected are left
-                to `Match.raise_unexpected`, as other ranks may want them.
+                to `Surplus.raise_unwanted`, as other ranks may want them.
             OptionError: An argument cannot be used.
             ManifestError: The checkpoint is malformed, or what is wanted of it cannot be loaded.
             MemoryError: The destinations do not fit into memory.
@@ -246,7 +257,7 @@ def _match_into(
             if (line := misfit(manifest, saved, slot.tensor, dtype, group))
         ),
     ]
-    surplus, advice = _compare_names(pairs, differences, selection, manifest.url, strict=request.strict)
+    surplus = _compare_names(pairs, differences, selection, manifest.url, strict=request.strict)
     shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
     is_strict = request.strict and selection is None and not differences.left_out
     for saved, exact in pairs.wanted(shards):
@@ -289,8 +300,7 @@ def _match_into(
         calls=calls,
         is_in_place=not (calls or slots or targets.copies or targets.dequantizers or targets.new),
         left_out=tuple(differences.left_out),
-        surplus=surplus if request.strict else (),
-        advice=advice,
+        surplus=surplus if request.strict else Surplus(),
     )
 
 
@@ -301,11 +311,8 @@ def _compare_names(
     url: str,
     *,
     strict: bool,
-) -> tuple[tuple[str, ...], str]:
-    """Raises if `into` and the checkpoint do not fit each other.
-
-    Returns:
-        The names that the checkpoint has and this rank does not want, and what to do if no rank wants them.
+) -> Surplus:
+    """Raises if `into` and the checkpoint do not fit each other; returns what this rank does not want.
 
     Raises:
         MismatchError: They do not fit. Names that are only unexpected, and nothing else, are no reason: other
@@ -338,7 +345,7 @@ def _compare_names(
         unfilled=unfilled,
         advice=advice,
     )
-    return (*surplus, *values), advice
+    return Surplus((*surplus, *values), advice)
 
 
 def _advice(pairs: Pairs, renamed: Renamed | None, unexpected_values: Sequence[str]) -> str:

@@ -289,7 +289,7 @@ def prepare(
             "into": "not given" if request.is_same else "given",
             "dtype": str(parse_dtype(request.dtype)),
             "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
-            "surplus": _digest(matched.match.surplus) if matched.match.surplus else "",
+            "surplus": _digest(surplus) if (surplus := matched.match.surplus.names) else "",
             **(_terms(jobs[0]) if jobs else {"transport": "", "plan": "", "offer": None}),
         }
 
@@ -318,13 +318,13 @@ def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
     """
     if not all(digests):
         return
-    match, world, manifest = matched.match, matched.opened.world, matched.opened.access.manifest
+    surplus, world, manifest = matched.match.surplus, matched.opened.world, matched.opened.access.manifest
     if len(set(digests)) == 1:
-        match.raise_unexpected(manifest.url, match.surplus)
-    elif unwanted := sorted(_unwanted_by_all(world, manifest, match.surplus)):
+        surplus.raise_unwanted(manifest.url, surplus.names)
+    elif unwanted := sorted(_unwanted_by_all(world, manifest, surplus.names)):
         # Together: a rank that leaves takes the bytes along that it has left for the others.
         what = f"preparing to load {manifest.url}"
-        world.agree(what, lambda: match.raise_unexpected(manifest.url, unwanted))
+        world.agree(what, lambda: surplus.raise_unwanted(manifest.url, unwanted))
 
 
 def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:
