@@ -35,8 +35,9 @@ from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
 from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.report import LoadReport
+from fastload.saving.agree import gather_states
 from fastload.saving.layout import TensorSpec, lay_out_files
-from fastload.saving.merge import MergedState, gather_states
+from fastload.saving.merge import MergedState, pack_state
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import MappedShard
@@ -210,8 +211,8 @@ def _open(world: World, state: Any) -> _VirtualFile:
     [(encoding, specs, reader)] = held
     merged = gather_states(
         world,
-        f"{_WHAT}: gathering the parts of the state",
-        (encoding.structure, specs) if specs else None,
+        _WHAT,
+        pack_state(encoding.structure, specs) if specs else b"",
         lambda: {name: reader.boxes(name) for name in encoding.tensors},
         lambda specs: lay_out_files(specs, SaveOptions()),
         _NOTHING_MOVED,

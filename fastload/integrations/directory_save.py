@@ -154,23 +154,18 @@ def _replace(source: str, target: str) -> None:
 
 def _exchange(source: str, target: str) -> bool:
     """Exchanges two names in one directory; returns False if the file system does not support it."""
-    parent = os.open(os.path.dirname(source), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        folders.exchange(os.path.basename(source), parent, os.path.basename(target), parent)
-    except OSError as error:
-        if error.errno not in folders.UNABLE:
-            raise
-        return False
-    finally:
-        os.close(parent)
+    with folders.closing(os.open(os.path.dirname(source), os.O_RDONLY | os.O_DIRECTORY)) as parent:
+        try:
+            folders.exchange(os.path.basename(source), parent, os.path.basename(target), parent)
+        except OSError as error:
+            if error.errno not in folders.UNABLE:
+                raise
+            return False
     return True
 
 
 def _sync(folder: str) -> None:
     """Makes a directory and the files in it durable."""
     for path in [*(entry.path for entry in os.scandir(folder) if entry.is_file()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with folders.closing(os.open(path, os.O_RDONLY)) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -72,9 +72,9 @@ class InMemoryCheckpoint:
         """Names the number of missing shares; empty if it is complete."""
         shares = self.manifest.shares
         missing = set(shares).difference(*self.holders.values())
-        return f"{len(missing)} of the {len(shares)} shares of step {self.step} are on no host" * bool(
-            missing
-        )
+        if not missing:
+            return ""
+        return f"{len(missing)} of the {len(shares)} shares of step {self.step} are on no host"
 
 
 def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoint]:

@@ -11,7 +11,8 @@ import xxhash
 
 from fastload.comm.world import join_parts, split_parts
 from fastload.formats.names import RECORD_NAME
-from fastload.memory_tier.copies import CopyPlan, plan_copies, send_copies
+from fastload.memory_tier.copies import send_copies
+from fastload.memory_tier.groups import CopyPlan, plan_copies
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.saving.call import SaveCall
 from fastload.saving.plan import SavePlan

@@ -35,7 +35,7 @@ from fastload.saving.compare import (
     small_tensors,
 )
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
-from fastload.saving.merge import gather_states
+from fastload.saving.merge import NOTHING_SAVED, MergedState, merge_states, pack_boxes, pack_state
 from fastload.saving.per_rank import pack_own
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
@@ -276,8 +276,8 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     content, reader = state.content, state.reader
     merged = gather_states(
         call.world,
-        f"{call.what}: gathering the parts of the state",
-        (content.structure, content.specs),
+        call.what,
+        pack_state(content.structure, content.specs),
         lambda: {spec.name: reader.boxes(spec.name) for spec in content.specs},
         lambda specs: lay_out_files(specs, call.options, call.stem),
     )
@@ -286,3 +286,34 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     content = StateContent(merged.structure, layout.digest, merged.specs, {})
     state = replace(state, content=content, layout=layout, reader=reader.with_layout(layout))
     return state, merged.shard_map
+
+
+def gather_states(
+    world: World,
+    what: str,
+    form: bytes,
+    boxes: Callable[[], Mapping[str, tuple[Box, ...]]],
+    lay_out: Callable[[Sequence[TensorSpec]], Layout],
+    outcome: str = NOTHING_SAVED,
+) -> MergedState | None:
+    """Gathers and merges the states of all ranks.
+
+    Args:
+        world: The ranks.
+        what: Name of the call, for messages.
+        form: The `pack_state` of this rank; empty if it has no part.
+        boxes: Returns the boxes that this rank holds of each tensor, by name.
+        lay_out: As for `merge_states`.
+        outcome: Likewise.
+
+    Returns:
+        As for `merge_states`.
+
+    Raises:
+        PlanMismatch: The states do not fit together, or a tensor is incomplete; the same on all ranks.
+        FastloadError: Some rank failed.
+    """
+    what = f"{what}: gathering the parts of the state"
+    forms = world.gather_bytes(what, lambda: form)
+    packed = world.gather_bytes(what, lambda: pack_boxes(boxes()))
+    return merge_states(forms, packed, lay_out, outcome)

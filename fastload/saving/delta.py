@@ -460,10 +460,8 @@ def _pack(found: Mapping[int, _FoundBlocks]) -> bytes:
 
 
 def _unpack(packed: bytes) -> list[list[int]]:
-    if not packed:
-        return []
-    words: list[int] = torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
-    return [words[at : at + _ROW_WORDS] for at in range(0, len(words), _ROW_WORDS)]
+    rows = torch.frombuffer(bytearray(packed), dtype=torch.int64) if packed else torch.empty(0)
+    return rows.view(-1, _ROW_WORDS).tolist()
 
 
 def _checksums(layout: Layout, rows: Sequence[list[list[int]]], what: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -37,7 +37,9 @@ from fastload.formats.safetensors.header import (
 )
 from fastload.geometry.blocks import Block, Blocks, good_block_bytes
 from fastload.geometry.ranges import Space
-from fastload.options import SaveOptions
+
+if TYPE_CHECKING:
+    from fastload.options import SaveOptions
 
 _METADATA = {"format": "pt"}  # of each file; transformers requires it
 

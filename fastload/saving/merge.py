@@ -1,4 +1,4 @@
-"""Merge of partial states, one of each rank.
+"""Merge of partial states, one of each rank. Pure.
 
 Dicts are merged by key. A key that only some ranks have keeps its position: before the next known key. So the
 stages of a pipeline, in the order of their ranks, form the model in its order.
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastload.comm.world import World
 from fastload.errors import PlanMismatch, first_lines
 from fastload.formats.state import leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
@@ -159,21 +158,17 @@ class MergedState:
     shard_map: ShardMap
 
 
-def gather_states(
-    world: World,
-    what: str,
-    own: tuple[Any, Sequence[TensorSpec]] | None,
-    boxes: Callable[[], Mapping[str, tuple[Box, ...]]],
+def merge_states(
+    forms: Sequence[bytes],
+    boxes: Sequence[bytes],
     lay_out: Callable[[Sequence[TensorSpec]], Layout],
     outcome: str = NOTHING_SAVED,
 ) -> MergedState | None:
-    """Gathers and merges the states of all ranks.
+    """Merges the states of all ranks.
 
     Args:
-        world: The ranks.
-        what: Name of the step, for messages.
-        own: Structure and tensors of this rank; None if it has no part.
-        boxes: Returns the boxes that this rank holds of each tensor, by name.
+        forms: The `pack_state` of each rank.
+        boxes: The `pack_boxes` of each rank.
         lay_out: Lays the tensors out in files.
         outcome: What a problem has led to, for its message.
 
@@ -181,12 +176,8 @@ def gather_states(
         The merged state; None if no rank has a part.
 
     Raises:
-        PlanMismatch: The states do not fit together, or a tensor is incomplete; the same on all ranks.
-        FastloadError: Some rank failed.
+        PlanMismatch: The states do not fit together, or a tensor is incomplete.
     """
-    form = b"" if own is None else zlib.compress(json.dumps(own).encode(), level=1)
-    forms = world.gather_bytes(what, lambda: form)
-    packed = world.gather_bytes(what, lambda: _pack_boxes(boxes()))
     ranks_of: dict[bytes, list[int]] = {}
     for rank, form in enumerate(forms):
         ranks_of.setdefault(form, []).append(rank)
@@ -195,7 +186,7 @@ def gather_states(
         return None
     structure, specs = _merge_forms(variants, outcome)
     layout = lay_out(specs)
-    shard_map = ShardMap(layout, world.size, _boxes_by_rank(packed))
+    shard_map = ShardMap(layout, len(forms), _boxes_by_rank(boxes))
     if missing := shard_map.missing():
         _refuse("the ranks together do not have the whole state", missing, outcome)
     return MergedState(structure, specs, layout, shard_map)
@@ -266,7 +257,12 @@ def _refuse(head: str, problems: Sequence[str], outcome: str) -> NoReturn:
     raise PlanMismatch("\n  ".join([f"{head}, so {outcome}:", *first_lines(problems)]))
 
 
-def _pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
+def pack_state(structure: Any, specs: Sequence[TensorSpec]) -> bytes:
+    """Packs the structure and the tensors of a rank's state."""
+    return zlib.compress(json.dumps([structure, specs]).encode(), level=1)
+
+
+def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
     """Packs the boxes that a rank holds; equal ones are stored once."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns = [[name, numbers.setdefault(held, len(numbers))] for name, held in boxes.items()]
@@ -280,7 +276,7 @@ def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
 
 
 def _boxes_by_rank(packed: Sequence[bytes]) -> dict[str, BoxesByRank]:
-    """Returns for each tensor the boxes of each rank, by their `_pack_boxes`; equal ones share one object."""
+    """Returns for each tensor the boxes of each rank, by their `pack_boxes`; equal ones share one object."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
     for rank, of_rank in enumerate(packed):

@@ -12,12 +12,12 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from fastload.geometry.box import Runs
 from fastload.saving.layout import FileRange, Layout
-from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
+from fastload.saving.shard_map import Intervals, MappedShard, ShardMap, TensorShards
 
 
 class ShardRange(NamedTuple):
@@ -184,15 +184,20 @@ def _outgoing(
     batch_bytes: int,
 ) -> list[ShardMessage]:
     """Returns the messages from a rank to other writers of a group."""
-    known = _Parts(parts)
+    known = Intervals(
+        ((part.file, part.begin), (part.file, part.end), (part, writer, index))
+        for writer, of_writer in parts.items()
+        for index, part in enumerate(of_writer)
+    )
     found: dict[tuple[int, int], list[ShardRange]] = {}
     held: dict[TensorShards, list[MappedShard]] = {}
     for number, (entry, kind) in enumerate(zip(layout.space.ranges, shard_map.tensors, strict=True)):
         if kind not in held:
             held[kind] = [shard for shard in kind.shards if rank in shard.holders]
         for shard in held[kind]:
-            first, last = entry.offset + shard.runs.start, entry.offset + shard.runs.end
-            for part, writer, index in known.overlapping(entry.file, first, last):
+            first = entry.file, entry.offset + shard.runs.start
+            last = entry.file, entry.offset + shard.runs.end
+            for part, writer, index in known.overlapping(first, last):
                 if _sender(shard.holders, writer, index, members) != rank:
                     continue
                 begin = shard.runs.before(part.begin - entry.offset)
@@ -237,25 +242,6 @@ def _joined(messages: Sequence[ShardMessage], batch: int) -> ShardMessage:
         else:
             ranges.append(each)
     return ShardMessage(messages[0].sender, messages[0].writer, batch, tuple(ranges))
-
-
-class _Parts:
-    """The parts of several writers, by byte range. Parts that are only hashed overlap others."""
-
-    def __init__(self, parts: Mapping[int, Sequence[FileRange]]) -> None:
-        self._sorted = sorted(
-            (part, writer, index) for writer, of in parts.items() for index, part in enumerate(of)
-        )
-        self._ends = list(accumulate(((part.file, part.end) for part, _, _ in self._sorted), max))
-
-    def overlapping(self, file: int, begin: int, end: int) -> Iterator[tuple[FileRange, int, int]]:
-        """Yields the parts that overlap a range, each with its writer and its number."""
-        for at in range(bisect_right(self._ends, (file, begin)), len(self._sorted)):
-            part, writer, index = self._sorted[at]
-            if (part.file, part.begin) >= (file, end):
-                return
-            if part.file == file and part.end > begin:
-                yield part, writer, index
 
 
 def _sender(holders: Sequence[int], writer: int, part: int, members: Collection[int]) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import xxhash
 
@@ -21,6 +22,8 @@ from fastload.saving.layout import Layout
 
 if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
+
+T = TypeVar("T")
 
 _NUM_SHOWN = 20
 
@@ -39,6 +42,27 @@ class MappedShard(NamedTuple):
     holders: Sequence[int]
 
 
+class Intervals(Generic[T]):
+    """Things by the ranges that they take, which may overlap.
+
+    Args:
+        ranges: Begin and end of the range of each, and the thing. Bounds are numbers, or files and offsets.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[Any, Any, T]]) -> None:
+        self._ranges = sorted(ranges, key=itemgetter(0))
+        self._ends = list(accumulate((end for _, end, _ in self._ranges), max))
+
+    def overlapping(self, begin: Any, end: Any) -> Iterator[T]:
+        """Yields what overlaps a range, in the order in which the ranges begin."""
+        for at in range(bisect_right(self._ends, begin), len(self._ranges)):
+            first, last, thing = self._ranges[at]
+            if first >= end:
+                return
+            if last > begin:
+                yield thing
+
+
 class TensorShards:
     """The shards of a tensor. Tensors with identical shards share one object.
 
@@ -54,17 +78,14 @@ class TensorShards:
     def __init__(self, shards: Sequence[MappedShard], missing: Sequence[Box] = ()) -> None:
         self.shards = sorted(shards, key=lambda shard: shard.runs.start)
         self.missing = missing
-        self._ends = list(accumulate((shard.runs.end for shard in self.shards), max))
+        self._by_range = Intervals((shard.runs.start, shard.runs.end, shard) for shard in self.shards)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[MappedShard, int, int]]:
         """Yields the shards in a byte range of the tensor, each with the range of its own bytes."""
-        for at in range(bisect_right(self._ends, begin), len(self.shards)):
-            runs = self.shards[at].runs
-            if runs.start >= end:
-                return
-            first, last = runs.before(begin), runs.before(end)
+        for shard in self._by_range.overlapping(begin, end):
+            first, last = shard.runs.before(begin), shard.runs.before(end)
             if first < last:
-                yield self.shards[at], first, last
+                yield shard, first, last
 
 
 class ShardMap:

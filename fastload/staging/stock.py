@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -33,7 +34,7 @@ _NUM_PROVERS = 4
 _PROOF_BYTES = 8 << 20
 _RECEIPT_BYTES = 4096  # without checksums and files
 _FILE_BYTES = 2048  # of each, whatever its name
-JOURNAL_ENTRY_BYTES = 8 + CHECKSUM_BYTES
+_ENTRY = struct.Struct(f">Q{CHECKSUM_BYTES}s")  # of the journal
 
 
 @dataclass
@@ -219,14 +220,10 @@ def _prove_batch(
 
 def journal_entry(number: int, digest: bytes) -> bytes:
     """Returns the entry of a block: its number and its checksum."""
-    return number.to_bytes(8, "big") + digest
+    return _ENTRY.pack(number, digest)
 
 
 def parse_journal(journal: bytes, most: int) -> dict[int, bytes]:
     """Returns the checksums of the blocks in a journal. Ignores a torn last entry."""
-    noted = {}
-    for begin in range(0, len(journal) - JOURNAL_ENTRY_BYTES + 1, JOURNAL_ENTRY_BYTES):
-        number = int.from_bytes(journal[begin : begin + 8], "big")
-        if number < most:
-            noted[number] = journal[begin + 8 : begin + JOURNAL_ENTRY_BYTES]
-    return noted
+    entries = _ENTRY.iter_unpack(journal[: len(journal) // _ENTRY.size * _ENTRY.size])
+    return {number: digest for number, digest in entries if number < most}

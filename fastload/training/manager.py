@@ -234,7 +234,7 @@ class CheckpointManager:
         }
         patience = Patience(retries, world.patience_s / 2)
         self._catalog = Catalog(policy.root, storage_options, patience)
-        self._bases = Catalog(policy.root, storage_options, patience)
+        self._bases = Catalog(policy.root, storage_options, patience)  # for the threads that save deltas
         lists, cleans, incarnation, run = self._meet()
         self._history = History(world, self._catalog, lists=lists, process_group=process_group)
         self._tier = self._open_tier(incarnation, run)

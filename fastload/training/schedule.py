@@ -179,6 +179,7 @@ class _Windows:
             self._leader.advance(call)
         if call < self._until:
             return ScheduleAnswer()
+        # Only rank 0 decides, so that the others may give any function.
         taken = self._leader.take() if self._leader is not None else self._decisions.share(dict)
         self._until = taken["until"]
         return ScheduleAnswer(**taken["answer"])

@@ -157,7 +157,7 @@ def test_what_is_saved_after_going_back_is_newer(rank: int, world: int, tmp_path
     with manage(tmp_path) as manager:
         for step in (100, 200, 300):
             manager.save(step, state_of(step))
-    with manage(tmp_path, keep_last=3) as manager, warned("fastload.training.restore") as lines:
+    with manage(tmp_path, keep_last=3) as manager, warned("fastload.training.history") as lines:
         manager.restore(step=100)
         for step in (101, 102, 103):
             manager.save(step, state_of(step))
@@ -191,11 +191,11 @@ def test_what_is_saved_after_going_back_is_newer(rank: int, world: int, tmp_path
 
 @ranks(2)
 def test_a_new_run_in_a_used_root(rank: int, world: int, tmp_path: Path) -> None:
-    with manage(tmp_path) as manager, warned("fastload.training.restore") as lines:
+    with manage(tmp_path) as manager, warned("fastload.training.history") as lines:
         for step in (10, 20, 30):
             manager.save(step, state_of(step))
         assert lines == []
-    with manage(tmp_path, keep_last=2) as manager, warned("fastload.training.restore") as lines:
+    with manage(tmp_path, keep_last=2) as manager, warned("fastload.training.history") as lines:
         for step in (1, 2):
             manager.save(step, state_of(step))
         manager.wait()
@@ -267,7 +267,7 @@ def test_one_entry_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     rows = {row["step"]: row for row in listed(root)}
     assert {step: row["problem"] for step, row in rows.items() if row["state"] == "unreadable"} == unreadable
     assert sorted(rows) == [1, 2, 3, 4, 5]
-    with manage(root, keep_last=2) as manager, warned("fastload.training.restore") as lines:
+    with manage(root, keep_last=2) as manager, warned("fastload.training.history") as lines:
         assert manager.latest() == 5
         assert manager.restore()["step"] == 5
         assert len(lines) == 2, "each is told once"

@@ -152,7 +152,7 @@ class Reader(DcpStorage, StorageReader):
                     value = self._values[item.storage_index.fqn]
                     values.append((item, targets.add_value(item, value, self._outline)))
             targets.add_unplanned()
-            checkpoint.read(targets.boxes)
+            checkpoint.read(targets.boxes, cast=True)
             targets.commit()
         for item, value in values:
             planner.load_bytes(item, pickled(value))
@@ -183,7 +183,7 @@ class _LoadTargets:
         self._group = DTensorRanks(None, place="the state")
         self._planned: dict[str, set[Cut]] = {}  # dcp's default plan of the DTensors that it plans wrongly
         self._resolved: list[tuple[ReadItem, Tensor]] = []
-        self._cast: list[tuple[Tensor, Tensor]] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # of complex tensors that are stored as pairs
         self._allocated: dict[tuple[int, int], Tensor] = {}
         self.boxes: dict[str, list[tuple[fastload.Box, Tensor]]] = {}
 
@@ -307,8 +307,8 @@ class _LoadTargets:
         return tensor.requires_grad_(meta.requires_grad)
 
     def commit(self) -> None:
-        """Casts what was read, and tells the planner."""
-        for target, source in self._cast:
+        """Copies complex numbers out of pairs, and tells the planner."""
+        for target, source in self._pairs:
             target.copy_(source)
         for item, tensor in self._resolved:
             self._planner.commit_tensor(item, tensor)
@@ -318,12 +318,8 @@ class _LoadTargets:
         dtype, shape = torch_spec(entry)
         if len(shape) == len(box.sizes) + 1:  # complex128, stored as pairs
             pairs = torch.empty((*box.sizes, 2), dtype=dtype, device=tensor.device)
-            self._cast.append((tensor, torch.view_as_complex(pairs)))
+            self._pairs.append((tensor, torch.view_as_complex(pairs)))
             box, tensor = fastload.Box((*box.offsets, 0), (*box.sizes, 2)), pairs
-        elif tensor.dtype != dtype or tensor.is_conj() or tensor.is_neg():
-            uncast = torch.empty(box.sizes, dtype=dtype, device=tensor.device)
-            self._cast.append((tensor, uncast))
-            tensor = uncast
         self.boxes.setdefault(stored, []).append((box, tensor))
 
 
