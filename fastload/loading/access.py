@@ -149,11 +149,7 @@ def open_access(
     with world.together():
         access = open_at(location)
         if access.manifest.delta is not None:
-
-            def next_base(access: Access, location: Location) -> Location:
-                return _locate_base(world, access, location, options.bases, connect)
-
-            access = _open_bases(access, location, next_base, open_at)
+            access = _open_bases(world, access, location, options.bases, connect, open_at)
         if not (isinstance(options, LoadOptions) and options.dequantize):
             return access
         try:
@@ -178,9 +174,11 @@ def _locate_base(
 
 
 def _open_bases(
+    world: World,
     access: Access,
     location: Location,
-    next_base: Callable[[Access, Location], Location],
+    bases: str | os.PathLike[str] | None,
+    connect: Connect,
     open_at: Callable[[Location], Access],
 ) -> Access:
     """Opens the bases of a delta, and returns the access to its result.
@@ -191,7 +189,7 @@ def _open_bases(
     chain = [access]
     try:
         while chain[-1].manifest.delta is not None:
-            location = next_base(chain[-1], location)
+            location = _locate_base(world, chain[-1], location, bases, connect)
             try:
                 chain.append(open_at(location))
             except CheckpointNotFound as error:

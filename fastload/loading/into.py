@@ -11,6 +11,7 @@ import json
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -155,36 +156,45 @@ class ModuleRestore(NamedTuple):
 
 
 @dataclass
+class Differences:
+    """What ``into=`` and a checkpoint do not have in common.
+
+    Attributes:
+        unmatched: Tensors of `into` that were not saved, by name.
+        missing: Names in modules of other things that were not saved.
+        absent: Places in `into` of anything else that was not saved.
+        unexpected: Saved tensors that `into` lacks.
+        unexpected_values: Saved values that `into` lacks, by name.
+        mismatched: A line for each thing that is of another kind in the checkpoint.
+        left_out: Names of things in `into` that were saved for other ranks only.
+    """
+
+    unmatched: list[tuple[str, TensorSlot]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    unexpected: list[SavedTensor] = field(default_factory=list)
+    unexpected_values: dict[str, Any] = field(default_factory=dict)
+    mismatched: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Pairs:
-    """The pairs, and what has no counterpart.
+    """What of a checkpoint goes where in ``into=``.
 
     Attributes:
         tensors: Saved tensors, each with one of `into`.
         modules: Modules that need a call of ``load_state_dict``.
         stateful: Other objects that have a ``load_state_dict``.
         assignments: Values to replace.
-        unmatched: Tensors of `into` that were not saved, by name.
-        missing: Names in modules of other things that were not saved.
-        absent: Places in `into` of anything else that was not saved.
-        unexpected: Saved tensors that `into` lacks.
-        unexpected_values: Saved values that `into` lacks, by name.
         unfilled: Modules with buffers on the meta device that no checkpoint holds.
-        mismatched: A line for each thing that is of another kind in the checkpoint.
-        left_out: Names of things in `into` that were saved for other ranks only.
     """
 
     tensors: list[tuple[SavedTensor, TensorSlot]] = field(default_factory=list)
     modules: list[ModuleRestore] = field(default_factory=list)
     stateful: list[StatefulRestore] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
-    unmatched: list[tuple[str, TensorSlot]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    unexpected: list[SavedTensor] = field(default_factory=list)
-    unexpected_values: dict[str, Any] = field(default_factory=dict)
     unfilled: list[Unfilled] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
 
     @property
     def hold_more_than_tensors(self) -> bool:
@@ -198,8 +208,99 @@ class Pairs:
         assigned = any(value.leaves for one in self.assignments for value in one.value.values())
         return not (self.tensors or self.stateful or given or assigned)
 
+    def wanted(self, sharded: Container[str]) -> Iterator[tuple[SavedTensor, bool]]:
+        """Yields the new tensors that the values take, and whether each keeps its stored dtype.
 
-def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
+        Args:
+            sharded: Stored names of the tensors that are DTensors in the states of optimizers.
+
+        Raises:
+            ManifestError: A value without tensors is malformed.
+        """
+        for assignment in self.assignments:
+            for value in assignment.value.values():
+                yield from ((saved, saved.is_exact) for saved in _checked(value))
+        for module in self.modules:
+            given = (one for one in module.given.values() if isinstance(one, SavedValue))
+            yield from ((saved, True) for value in given for saved in _checked(value))
+        for part in self.stateful:
+            yield from ((saved, True) for saved in _checked(part.value) if saved.stored not in sharded)
+
+    def restore(
+        self, url: str, targets: TargetBuilder, sharded: Mapping[str, Tensor], *, strict: bool
+    ) -> None:
+        """Restores everything in ``into=`` but its tensors, once these are loaded.
+
+        Args:
+            url: The checkpoint.
+            targets: The loaded tensors.
+            sharded: DTensors in the states of optimizers, by stored name.
+            strict: Whether modules refuse unknown names.
+
+        Raises:
+            MismatchError: A ``load_state_dict`` refuses its state, or leaves a buffer on the meta device;
+                names it.
+        """
+        cast, as_stored = StateDecoder(targets.new, targets.exact), StateDecoder(targets.exact)
+        values = [(one.container, one.key, one.value.build(cast)) for one in self.assignments]
+        in_shards = StateDecoder({**targets.exact, **sharded}) if sharded else as_stored
+        states = [(part, part.value.build(in_shards)) for part in self.stateful]
+        with torch.no_grad():  # else each access to a DTensor turns it off and on
+            loaded = {identity(_current(slot)) for _, slot in self.tensors} if self.modules else set()
+        dicts = [(module, _state_dict(module, as_stored, loaded)) for module in self.modules]
+        for module, state in dicts:
+            with _naming(url, module.where):
+                module.module.load_state_dict(state, strict=strict)
+        for container, key, value in values:
+            container[key] = value
+        for part, state in states:
+            with _naming(url, part.where):
+                part.target.load_state_dict(state)
+        raise_mismatch(url, unfilled=still_unfilled(self.unfilled), is_late=True)
+
+
+@contextmanager
+def _naming(url: str, where: str) -> Iterator[None]:
+    """Names a place in ``into=`` in the errors of its ``load_state_dict``."""
+    try:
+        yield
+    except Exception as error:
+        line = f"{where}.load_state_dict: {type(error).__name__}: {error}"
+        raise MismatchError(
+            f"the checkpoint at {url} does not fit: {line}; {FOUND_LATE}", mismatched=(line,)
+        ) from error
+
+
+def _checked(value: SavedValue) -> Sequence[SavedTensor]:
+    if not value.leaves:
+        value.build(StateDecoder({}))
+    return value.leaves
+
+
+def _state_dict(module: ModuleRestore, decoder: StateDecoder, loaded: Container[object]) -> Any:
+    """Returns the state dict for a module; tensors that were loaded in place are the module's own."""
+    state: Any = OrderedDict()
+    for name, source in module.given.items():
+        state[name] = _current(source) if isinstance(source, TensorSlot) else source.build(decoder)
+    filled = {
+        (id(source.container), source.key)
+        for source in module.given.values()
+        if isinstance(source, TensorSlot)
+    }
+    for name, slot in module.own.items():  # under the other names of tied tensors, too
+        is_given = name in state or name in module.derived or (id(slot.container), slot.key) in filled
+        if not is_given and identity(_current(slot)) in loaded:
+            state[name] = _current(slot)
+    if module.metadata is not None:
+        state._metadata = module.metadata.build(StateDecoder({}))
+    return state
+
+
+def _current(slot: TensorSlot) -> Any:
+    return slot.container[slot.key]
+
+
+def pair(into: Any, manifest: Manifest, *, has_gaps: bool) -> tuple[Pairs, Differences]:
     """Pairs a container, or an object with ``load_state_dict``, with what was saved.
 
     Args:
@@ -220,7 +321,7 @@ def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
         )
     walk = _Walk(manifest, has_gaps)
     if walk.is_named:
-        walk.pairs.unexpected = [SavedTensor(entry.name, entry.name) for entry in manifest.tensors]
+        walk.differences.unexpected = [SavedTensor(entry.name, entry.name) for entry in manifest.tensors]
     try:
         walk.root(into, _ABSENT if walk.is_named else manifest.structure)
     except RecursionError:
@@ -230,7 +331,7 @@ def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
             f"into= has {', '.join(names)}, but {manifest.url} holds tensors only: fastload did not save it"
         )
     walk.pair_names()
-    return walk.pairs
+    return walk.pairs, walk.differences
 
 
 def _items_of(node: Any) -> Iterable[tuple[Any, Any]]:
@@ -245,6 +346,7 @@ class _Walk:
 
     def __init__(self, manifest: Manifest, has_gaps: bool) -> None:
         self.pairs = Pairs()
+        self.differences = Differences()
         self.is_named = manifest.structure is None
         self._manifest = manifest
         self._modules_left: list[tuple[str, str, nn.Module]] = []
@@ -314,7 +416,7 @@ class _Walk:
             if self._is_left_out(node, name, complete=True):
                 return None
             if node is _ABSENT and not self.is_named:
-                self.pairs.absent.append(where)
+                self.differences.absent.append(where)
             else:
                 known = () if node is _ABSENT else leaves(node, name)
                 place = (self.is_named and name) or where
@@ -324,10 +426,10 @@ class _Walk:
             if below is not None:
                 return self._container(value, below, name, where)
             kind = type(value).__name__
-            self.pairs.mismatched.append(f"{where}: into= has a {kind}, the checkpoint {_what(node)}")
+            self.differences.mismatched.append(f"{where}: into= has a {kind}, the checkpoint {_what(node)}")
         elif node is _ABSENT:
             if not self.is_named:
-                self.pairs.absent.append(where)
+                self.differences.absent.append(where)
         elif not self._is_left_out(node, name, complete=True):
             return SavedValue(node, name, leaves(node, name))
         return None
@@ -335,16 +437,16 @@ class _Walk:
     def _tensor(self, target: TensorSlot, node: Any, name: str) -> None:
         if is_lazy(target.tensor):
             advice = "load into its module, or call that once with an example"
-            self.pairs.mismatched.append(f"{name}: into= has a tensor without a shape yet: {advice}")
+            self.differences.mismatched.append(f"{name}: into= has a tensor without a shape yet: {advice}")
             return
         if self._is_left_out(node, name):
             return
         if node is _ABSENT:
-            self.pairs.unmatched.append((name, target))
+            self.differences.unmatched.append((name, target))
             return
         saved = leaf(node, name)
         if saved is None or saved.is_text:
-            self.pairs.mismatched.append(f"{name}: into= has a tensor, the checkpoint {_what(node)}")
+            self.differences.mismatched.append(f"{name}: into= has a tensor, the checkpoint {_what(node)}")
         else:
             self.pairs.tensors.append((saved, target))
 
@@ -354,7 +456,7 @@ class _Walk:
             return
         below = children(node)
         if below is None:
-            self.pairs.mismatched.append(f"{where}: into= has a module, the checkpoint {_what(node)}")
+            self.differences.mismatched.append(f"{where}: into= has a module, the checkpoint {_what(node)}")
             return
         prefix = f"{name}." if name else ""
         saved: dict[str, SavedTensor | SavedValue] = {}
@@ -388,21 +490,21 @@ class _Walk:
             given[local] = own[target]
         for local in found.fresh:
             given[local] = SavedValue.of(saved[local])
-        left_out = set(self.pairs.left_out)
+        left_out = set(self.differences.left_out)
         for local in found.missing:
             if prefix + local in left_out:
                 continue
             if local in own:
-                self.pairs.unmatched.append((prefix + local, own[local]))
+                self.differences.unmatched.append((prefix + local, own[local]))
             else:
-                self.pairs.missing.append(prefix + local)
+                self.differences.missing.append(prefix + local)
         for local in found.unexpected:
             one = saved[local]
             if isinstance(one, SavedTensor):
-                self.pairs.unexpected.append(one)
+                self.differences.unexpected.append(one)
             else:
                 self._add_unexpected(one.node, one.name)
-        self.pairs.mismatched += [f"{where}: {line}" for line in found.errors]
+        self.differences.mismatched += [f"{where}: {line}" for line in found.errors]
         unfilled = find_unfilled(module, prefix, own)
         if unfilled is not None:
             self.pairs.unfilled.append(unfilled)
@@ -437,14 +539,14 @@ class _Walk:
         """Notes and returns whether a node, or with `complete` any part of it, has no value for this rank."""
         found = node == NO_VALUE or (complete and self._has_gaps and has_gap(node))
         if found:
-            self.pairs.left_out.append(name)
+            self.differences.left_out.append(name)
         return found
 
     def _add_unexpected(self, node: Any, name: str) -> None:
         found = leaves(node, name)
-        self.pairs.unexpected += found
+        self.differences.unexpected += found
         if not found:
-            self.pairs.unexpected_values[name] = node
+            self.differences.unexpected_values[name] = node
 
     def _holds_some(self, value: Any) -> bool:
         """Whether a container holds anything that is loaded in place."""
@@ -463,18 +565,18 @@ class _Walk:
     def _refuse_change(self, value: Any, change: SavedValue | NewTuple, where: str) -> None:
         """Reports a value that cannot be replaced, unless it is equal."""
         if not change.is_already(value):
-            self.pairs.mismatched.append(f"{where}: into= has another value, in what cannot be changed")
+            self.differences.mismatched.append(f"{where}: into= has another value, in what cannot be changed")
 
     # By names
 
     def pair_names(self) -> None:
         """Pairs by name whatever is not paired by keys."""
         index: dict[str, SavedTensor] = {}
-        for saved in (saved for saved in self.pairs.unexpected if not saved.is_text):
+        for saved in (saved for saved in self.differences.unexpected if not saved.is_text):
             index.setdefault(saved.name, saved)
             index.setdefault(saved.own_name, saved)
-        left, self.pairs.unexpected = self.pairs.unexpected, []
-        unmatched, self.pairs.unmatched = self.pairs.unmatched, []
+        left, self.differences.unexpected = self.differences.unexpected, []
+        unmatched, self.differences.unmatched = self.differences.unmatched, []
         taken: set[SavedTensor] = set()
         wanted: set[str] = set()
         names = sorted(index) if self._modules_left else []
@@ -487,9 +589,9 @@ class _Walk:
             for local in extra_names(module):
                 if local in found:
                     found[local] = SavedValue.of(found[local])
-                elif prefix + local in self.pairs.unexpected_values:
+                elif prefix + local in self.differences.unexpected_values:
                     found[local] = SavedValue(
-                        self.pairs.unexpected_values.pop(prefix + local), prefix + local, ()
+                        self.differences.unexpected_values.pop(prefix + local), prefix + local, ()
                     )
             self._check_names(wanted, [prefix + local for local, _ in own_tensors(module)])
             self._fit(where, prefix, module, found, None)
@@ -499,8 +601,8 @@ class _Walk:
                 taken.add(index[name])
                 self.pairs.tensors.append((index[name], target))
             else:
-                self.pairs.unmatched.append((name, target))
-        self.pairs.unexpected += [saved for saved in left if saved not in taken]
+                self.differences.unmatched.append((name, target))
+        self.differences.unexpected += [saved for saved in left if saved not in taken]
 
     def _check_names(self, wanted: set[str], names: Sequence[str]) -> None:
         for name in names:
@@ -609,102 +711,3 @@ def _below(node: Any, key: str) -> dict[Any, tuple[str, Any]]:
     """Returns the children of a key of a node; nothing without the key."""
     _, child = (children(node) or {}).get(key, ("", None))
     return children(child) or {}
-
-
-# Restoring
-
-
-@dataclass(frozen=True)
-class Restorer:
-    """Restores everything in ``into=`` but its tensors.
-
-    Attributes:
-        url: The checkpoint.
-        strict: Whether modules refuse unknown names.
-        pairs: What is loaded into what.
-        sharded: DTensors in the states of optimizers, by stored name.
-    """
-
-    url: str
-    strict: bool
-    pairs: Pairs
-    sharded: Mapping[str, Tensor]
-
-    def wanted(self) -> Iterator[tuple[SavedTensor, bool]]:
-        """Yields the new tensors that the values take, and whether each keeps its stored dtype.
-
-        Raises:
-            ManifestError: A value without tensors is malformed.
-        """
-        for assignment in self.pairs.assignments:
-            for value in assignment.value.values():
-                yield from ((saved, saved.is_exact) for saved in _checked(value))
-        for module in self.pairs.modules:
-            given = (one for one in module.given.values() if isinstance(one, SavedValue))
-            yield from ((saved, True) for value in given for saved in _checked(value))
-        for part in self.pairs.stateful:
-            yield from ((saved, True) for saved in _checked(part.value) if saved.stored not in self.sharded)
-
-    def run(self, targets: TargetBuilder) -> None:
-        """Restores everything, once the tensors are loaded.
-
-        Raises:
-            MismatchError: A ``load_state_dict`` refuses its state, or leaves a buffer on the meta device;
-                names it.
-        """
-        pairs = self.pairs
-        cast, as_stored = StateDecoder(targets.new, targets.exact), StateDecoder(targets.exact)
-        values = [(one.container, one.key, one.value.build(cast)) for one in pairs.assignments]
-        in_shards = StateDecoder({**targets.exact, **self.sharded}) if self.sharded else as_stored
-        states = [(part, part.value.build(in_shards)) for part in pairs.stateful]
-        with torch.no_grad():  # else each access to a DTensor turns it off and on
-            loaded = {identity(_current(slot)) for _, slot in pairs.tensors} if pairs.modules else set()
-        dicts = [(module, _state_dict(module, as_stored, loaded)) for module in pairs.modules]
-        for module, state in dicts:
-            self._load(module.where, module.module, state)
-        for container, key, value in values:
-            container[key] = value
-        for part, state in states:
-            self._load(part.where, part.target, state)
-        raise_mismatch(self.url, unfilled=still_unfilled(pairs.unfilled), is_late=True)
-
-    def _load(self, where: str, target: Any, state: Any) -> None:
-        try:
-            if isinstance(target, nn.Module):
-                target.load_state_dict(state, strict=self.strict)
-            else:
-                target.load_state_dict(state)
-        except Exception as error:
-            line = f"{where}.load_state_dict: {type(error).__name__}: {error}"
-            raise MismatchError(
-                f"the checkpoint at {self.url} does not fit: {line}; {FOUND_LATE}", mismatched=(line,)
-            ) from error
-
-
-def _checked(value: SavedValue) -> Sequence[SavedTensor]:
-    if not value.leaves:
-        value.build(StateDecoder({}))
-    return value.leaves
-
-
-def _state_dict(module: ModuleRestore, decoder: StateDecoder, loaded: Container[object]) -> Any:
-    """Returns the state dict for a module; tensors that were loaded in place are the module's own."""
-    state: Any = OrderedDict()
-    for name, source in module.given.items():
-        state[name] = _current(source) if isinstance(source, TensorSlot) else source.build(decoder)
-    filled = {
-        (id(source.container), source.key)
-        for source in module.given.values()
-        if isinstance(source, TensorSlot)
-    }
-    for name, slot in module.own.items():  # under the other names of tied tensors, too
-        is_given = name in state or name in module.derived or (id(slot.container), slot.key) in filled
-        if not is_given and identity(_current(slot)) in loaded:
-            state[name] = _current(slot)
-    if module.metadata is not None:
-        state._metadata = module.metadata.build(StateDecoder({}))
-    return state
-
-
-def _current(slot: TensorSlot) -> Any:
-    return slot.container[slot.key]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from fastload.formats.state import SavedTensor, leaves, raise_refused
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import DTensorRanks
 from fastload.loading.into import (
+    Differences,
     NewTuple,
     Pairs,
-    Restorer,
     SavedValue,
     optimizer_misfits,
     pair,
@@ -46,6 +46,32 @@ _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
 
 @dataclass(frozen=True)
+class Surplus:
+    """What the checkpoint has and this rank does not want, if some rank has to want it.
+
+    Attributes:
+        names: The names.
+        advice: What to do if no rank wants them.
+    """
+
+    names: tuple[str, ...] = ()
+    advice: str = ""
+
+    def raise_unwanted(self, url: str, unwanted: Sequence[str]) -> None:
+        """Raises if the checkpoint has anything that no rank wants and some rank has to.
+
+        Args:
+            url: The checkpoint.
+            unwanted: Names that are surplus on all ranks.
+
+        Raises:
+            MismatchError: It has; lists them.
+        """
+        is_all = len(unwanted) == len(self.names)
+        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
+
+
+@dataclass(frozen=True)
 class Match:
     """The destinations of a load on one rank.
 
@@ -57,8 +83,7 @@ class Match:
         calls: Whether `finish` calls the caller's code, which may fail on this rank alone.
         is_in_place: Whether all is done once the destinations have their bytes: `finish` changes nothing.
         left_out: What is not loaded although it is wanted; see `LoadReport`.
-        surplus: Names that the checkpoint has and this rank does not want, if some rank has to want them.
-        advice: What to do if no rank wants them.
+        surplus: What the checkpoint has beyond that.
         writer: Takes the bytes of a stream, whose `destinations` have no memory; None for a load into
             tensors that all exist at its end.
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
@@ -71,24 +96,10 @@ class Match:
     calls: bool = False
     is_in_place: bool = False
     left_out: tuple[str, ...] = ()
-    surplus: tuple[str, ...] = ()
-    advice: str = ""
+    surplus: Surplus = Surplus()
     writer: Writer | None = None
     is_mapped: bool = False
     bytes_patched: int = 0
-
-    def raise_unexpected(self, url: str, unwanted: Sequence[str]) -> None:
-        """Raises if the checkpoint has anything that no rank wants and some rank has to.
-
-        Args:
-            url: The checkpoint.
-            unwanted: Names that are in the `surplus` of all ranks.
-
-        Raises:
-            MismatchError: It has; lists them.
-        """
-        is_all = len(unwanted) == len(self.surplus)
-        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
 
     @property
     def num_tensors(self) -> int:
@@ -143,7 +154,7 @@ class LoadRequest:
 
         Raises:
             MismatchError: Something does not fit; lists everything. Names that are only unexpected are left
-                to `Match.raise_unexpected`, as other ranks may want them.
+                to `Surplus.raise_unwanted`, as other ranks may want them.
             OptionError: An argument cannot be used.
             ManifestError: The checkpoint is malformed, or what is wanted of it cannot be loaded.
             MemoryError: The destinations do not fit into memory.
@@ -226,18 +237,18 @@ def _match_into(
 ) -> Match:
     """Matches ``into=``, whose tensors are loaded in place."""
     manifest = view.manifest
-    pairs = pair(request.into, manifest, has_gaps=view.has_gaps)
+    pairs, differences = pair(request.into, manifest, has_gaps=view.has_gaps)
     if selection is not None:
-        _narrow(pairs, selection)
+        _narrow(pairs, differences, selection)
     _drop_irrelevant_buffers(pairs, in_parts=selection is not None)
     sharded = {
         saved.stored: (saved, like)
         for part in pairs.stateful
         for saved, like in sharded_state(part, manifest)
     }
-    mismatched = [
-        *pairs.mismatched,
-        *(() if request.skip_per_rank or selection is not None else _elsewhere(view, size, pairs.left_out)),
+    if selection is None and not request.skip_per_rank:
+        differences.mismatched += _elsewhere(view, size, differences.left_out)
+    differences.mismatched += [
         *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
         *(line for part in pairs.stateful for line in optimizer_misfits(part)),
         *(
@@ -246,13 +257,13 @@ def _match_into(
             if (line := misfit(manifest, saved, slot.tensor, dtype, group))
         ),
     ]
-    surplus, advice = _compare_names(pairs, selection, mismatched, manifest.url, strict=request.strict)
+    surplus = _compare_names(pairs, differences, selection, manifest.url, strict=request.strict)
     shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
-    is_strict = request.strict and selection is None and not pairs.left_out
-    restorer = Restorer(manifest.url, is_strict, pairs, shards)
-    for saved, exact in restorer.wanted():
+    is_strict = request.strict and selection is None and not differences.left_out
+    for saved, exact in pairs.wanted(shards):
         targets.make(saved.stored, exact=exact)
-    replaced = _replace_meta(pairs, targets.device)
+    unmatched = [slot for _, slot in differences.unmatched]
+    replaced = _replace_meta(pairs, unmatched, targets.device)
     in_place = [(saved, replaced.get(id(slot.tensor), (slot.tensor, ()))[0]) for saved, slot in pairs.tensors]
     for saved, tensor in in_place:
         targets.fill(saved, tensor)
@@ -276,7 +287,7 @@ def _match_into(
         targets.copy()
         for slot, tensor in slots:
             slot.container[slot.key] = tensor
-        restorer.run(targets)
+        pairs.restore(manifest.url, targets, shards, strict=is_strict)
         return named
 
     calls = pairs.hold_more_than_tensors or not all(
@@ -288,26 +299,27 @@ def _match_into(
         finish,
         calls=calls,
         is_in_place=not (calls or slots or targets.copies or targets.dequantizers or targets.new),
-        left_out=tuple(pairs.left_out),
-        surplus=surplus if request.strict else (),
-        advice=advice,
+        left_out=tuple(differences.left_out),
+        surplus=surplus if request.strict else Surplus(),
     )
 
 
 def _compare_names(
-    pairs: Pairs, selection: Selection | None, mismatched: Sequence[str], url: str, *, strict: bool
-) -> tuple[tuple[str, ...], str]:
-    """Raises if `into` and the checkpoint do not fit each other.
-
-    Returns:
-        The names that the checkpoint has and this rank does not want, and what to do if no rank wants them.
+    pairs: Pairs,
+    differences: Differences,
+    selection: Selection | None,
+    url: str,
+    *,
+    strict: bool,
+) -> Surplus:
+    """Raises if `into` and the checkpoint do not fit each other; returns what this rank does not want.
 
     Raises:
         MismatchError: They do not fit. Names that are only unexpected, and nothing else, are no reason: other
             ranks may want them.
     """
-    unmatched, missing, absent = pairs.unmatched, pairs.missing, pairs.absent
-    unexpected, values = pairs.unexpected, list(pairs.unexpected_values)
+    unmatched, missing, absent = differences.unmatched, differences.missing, differences.absent
+    unexpected, values = differences.unexpected, list(differences.unexpected_values)
     if selection is not None:
         unmatched = [(name, slot) for name, slot in unmatched if selection(name)]
         missing = [name for name in missing if selection(name)]
@@ -323,17 +335,17 @@ def _compare_names(
     has_to_fit = strict or is_elsewhere
     advice = _advice(pairs, renamed, values)
     unfilled = [name for module in pairs.unfilled for name in module.certain]
-    is_unfit = bool(mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
+    is_unfit = bool(differences.mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
     raise_mismatch(
         url,
         missing=[*lacking, *missing] if has_to_fit else (),
         absent=absent if has_to_fit else (),
         unexpected=[*surplus, *values] if has_to_fit and is_unfit else (),
-        mismatched=mismatched,
+        mismatched=differences.mismatched,
         unfilled=unfilled,
         advice=advice,
     )
-    return (*surplus, *values), advice
+    return Surplus((*surplus, *values), advice)
 
 
 def _advice(pairs: Pairs, renamed: Renamed | None, unexpected_values: Sequence[str]) -> str:
@@ -353,8 +365,12 @@ def _drop_irrelevant_buffers(pairs: Pairs, *, in_parts: bool) -> None:
     pairs.unfilled = [module for module in pairs.unfilled if module.matters(filled, in_parts=in_parts)]
 
 
-def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor, list[TensorSlot]]]:
+def _replace_meta(
+    pairs: Pairs, unmatched: Sequence[TensorSlot], device: torch.device
+) -> dict[int, tuple[Tensor, list[TensorSlot]]]:
     """Returns, by id of the meta tensors that are loaded, real tensors and the slots to put them in.
+
+    Some of the unmatched slots have one of these tensors, too, under another name.
 
     Raises:
         OptionError: A slot cannot be assigned.
@@ -368,7 +384,7 @@ def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor,
     for slot in derived:
         if id(slot.tensor) in real:
             real[id(slot.tensor)][0].detach().zero_()  # a defined value, even if no hook fills it
-    for slot in (*loaded, *(slot for _, slot in pairs.unmatched), *derived):
+    for slot in (*loaded, *unmatched, *derived):
         if id(slot.tensor) not in real:
             continue
         if not hasattr(slot.container, "__setitem__"):
@@ -378,7 +394,7 @@ def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor,
     return real
 
 
-def _narrow(pairs: Pairs, selection: Selection) -> None:
+def _narrow(pairs: Pairs, differences: Differences, selection: Selection) -> None:
     """Drops the pairs that are not selected. A value is selected with all of its tensors, or not at all."""
 
     def narrowed(value: SavedValue | NewTuple, where: str) -> Any:
@@ -388,7 +404,7 @@ def _narrow(pairs: Pairs, selection: Selection) -> None:
             return value._replace(changes=changes) if changes else None
         picked = [selection.has(saved) for saved in value.leaves if not saved.is_text]
         if any(picked) and not all(picked):
-            pairs.mismatched.append(f"{where}: names= selects some of its tensors only")
+            differences.mismatched.append(f"{where}: names= selects some of its tensors only")
         return value if any(picked) else None
 
     pairs.tensors = [(saved, slot) for saved, slot in pairs.tensors if selection.has(saved)]
@@ -442,25 +458,16 @@ class BoxRequest:
             MismatchError: Something does not fit; lists everything.
             OptionError: `boxes` is of another type.
         """
-        pairs = [
-            (name, _plain(name, box), tensor)
-            for name, of_name in _items(self.boxes)
-            for box, tensor in of_name
-        ]
-        known = manifest.by_name
-        raise_mismatch(
-            manifest.url,
-            missing=[name for name in self.boxes if name not in known],
-            mismatched=[
-                f"{name}: {problem}"
-                for name, box, tensor in pairs
-                if name in known and (problem := next(_problems(known[name], box, tensor, self.cast), ""))
-            ],
-        )
-        wanted: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self.boxes}
-        for name, box, tensor in sorted(pairs, key=lambda pair: pair[1].offsets):
-            if box.numel:
-                wanted[name].append((box, tensor))
+        _require_pairs(self.boxes)
+        boxes = {
+            name: [(_plain(name, box), tensor) for box, tensor in of_name]
+            for name, of_name in self.boxes.items()
+        }
+        _compare_boxes(manifest, boxes, cast=self.cast)
+        wanted = {
+            name: sorted((pair for pair in of_name if pair[0].numel), key=lambda pair: pair[0].offsets)
+            for name, of_name in boxes.items()
+        }
         builder = DestinationBuilder(manifest)
         for entry in manifest.tensors:
             of_entry = wanted.get(entry.name, ())
@@ -487,26 +494,32 @@ def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dic
     if stray := [name for name, of_name in boxes.items() if not all(isinstance(box, Box) for box in of_name)]:
         raise OptionError(f"boxes= has something else than fastload.Box for {stray[0]}")
     plain = {name: [_plain(name, box) for box in of_name] for name, of_name in boxes.items()}
+    _compare_boxes(manifest, {name: [(box, None) for box in of_name] for name, of_name in plain.items()})
+    return {name: plain[name] for name in manifest.by_name if name in plain}
+
+
+def _compare_boxes(
+    manifest: Manifest, boxes: Mapping[str, Sequence[tuple[Box, Tensor | None]]], *, cast: bool = False
+) -> None:
+    """Raises if boxes, with the tensors to fill if these exist, do not fit the checkpoint."""
     known = manifest.by_name
     raise_mismatch(
         manifest.url,
-        missing=[name for name in plain if name not in known],
+        missing=[name for name in boxes if name not in known],
         mismatched=[
-            f"{name}: {_text(box)} is out of bounds for a tensor of shape {list(shape)}"
-            for name, of_name in plain.items()
+            f"{name}: {problem}"
+            for name, of_name in boxes.items()
             if name in known
-            for box, shape in [(box, torch_spec(known[name])[1]) for box in of_name]
-            if not box.is_within(shape)
+            for box, tensor in of_name
+            if (problem := next(_problems(known[name], box, tensor, cast), ""))
         ],
     )
-    return {name: plain[name] for name in known if name in plain}
 
 
-def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor]]]]:
-    for name, of_name in boxes.items() if isinstance(boxes, Mapping) else [("", None)]:
+def _require_pairs(boxes: BoxesByName) -> None:
+    for of_name in boxes.values() if isinstance(boxes, Mapping) else [None]:
         if not (isinstance(of_name, list | tuple) and all(map(_is_pair, of_name))):
             raise OptionError("boxes= has to be a dict of lists of (Box, tensor), by name of the tensor")
-        yield name, of_name
 
 
 def _plain(name: str, box: Box) -> Box:
@@ -517,17 +530,19 @@ def _plain(name: str, box: Box) -> Box:
         raise OptionError(f"boxes= has a box of {name} that is not made of integers: {box}") from None
 
 
-def _is_pair(pair: object) -> TypeGuard[tuple[Box, Tensor]]:
+def _is_pair(pair: object) -> bool:
     if not (isinstance(pair, tuple) and len(pair) == 2):
         return False
     return isinstance(pair[0], Box) and isinstance(pair[1], Tensor)
 
 
-def _problems(entry: TensorEntry, box: Box, tensor: Tensor, cast: bool) -> Iterator[str]:
+def _problems(entry: TensorEntry, box: Box, tensor: Tensor | None, cast: bool) -> Iterator[str]:
     stored, shape = torch_spec(entry)
     if not box.is_within(shape):
         yield f"{_text(box)} is out of bounds for a tensor of shape {list(shape)}"
-    elif tuple(tensor.shape) != tuple(box.sizes):
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != tuple(box.sizes):
         yield f"{_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
     if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_meta:
         yield f"{_text(box)} is to go into a tensor that has no strided memory of its own"

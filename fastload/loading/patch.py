@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -42,33 +42,6 @@ _NUM_THREADS = 2
 _MOST_READ = 1 / 2  # of the bytes of a complete load
 
 
-@dataclass(frozen=True)
-class PatchedRequest:
-    """A request of which some tensors are patched.
-
-    Attributes:
-        request: The request.
-        matched: What is left to load; its `finish` patches the tensors.
-    """
-
-    request: Request
-    matched: Match
-
-    @property
-    def dtype(self) -> torch.dtype | str | None:
-        """See `Request`."""
-        return self.request.dtype
-
-    @property
-    def is_same(self) -> bool:
-        """See `Request`."""
-        return self.request.is_same
-
-    def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
-        """Returns what is left to load."""
-        return self.matched
-
-
 def load(session: Session, request: Request) -> Loaded:
     """Loads on all ranks; of a delta just the changes, into tensors that hold one of its bases.
 
@@ -81,13 +54,14 @@ def load(session: Session, request: Request) -> Loaded:
     """
     session.await_prefetch()
     start = LoadStart.now(session.opened)
-    if session.opened.access.deltas:
-        request = _patched(session, request)
-    return session.load(request, start=start)
+    matched = _patched(session, request) if session.opened.access.deltas else None
+    return session.load(request, matched, start=start)
 
 
-def _patched(session: Session, request: Request) -> Request:
-    """Reads the changes for tensors that hold a base, on all ranks, and returns what is left of a request.
+def _patched(session: Session, request: Request) -> Match:
+    """Reads the changes for tensors that hold a base, on all ranks, and returns what is left to load.
+
+    The tensors are patched by its `finish`.
 
     Raises:
         FastloadError: A rank cannot load, or a delta is damaged; nothing has changed.
@@ -110,7 +84,7 @@ def _patched(session: Session, request: Request) -> Request:
     known = set.intersection(*(set(each["held"]) for each in responses))
     digests = responses[0]["regions"][0].by_rank()
     if not known or not any(digests.values()):
-        return PatchedRequest(request, matched)
+        return matched
     peers = [rank for rank, digest in digests.items() if digest == digests[world.rank]]
     number = min(known)
     proof = _Proof(candidates)
@@ -132,7 +106,7 @@ def _patched(session: Session, request: Request) -> Request:
         world.settle(f"verifying the result of {access.manifest.url}", verify)
     finally:
         proof.close()
-    return PatchedRequest(request, _without(matched, proof.held, patches))
+    return _without(matched, proof.held, patches)
 
 
 def _num_affordable(opened: Opened) -> int:
@@ -176,26 +150,14 @@ class _Region(NamedTuple):
         return byte_view(self.destination.tensor.detach())[first : first + end - begin]
 
 
-class _Checksums:
-    """The checksums of the blocks of each tensor.
-
-    Args:
-        manifest: A manifest with checksums.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._files = manifest.files
-        self._firsts: dict[str, tuple[int, int]] = {}
-        counts = [0] * len(manifest.files)
-        for entry in manifest.tensors:
-            self._firsts[entry.name] = entry.file, counts[entry.file]
-            counts[entry.file] += num_blocks(entry.nbytes, manifest.block_bytes)
-
-    def get(self, name: str, first: int, last: int) -> bytes:
-        """Returns the checksums of some blocks of a tensor, joined."""
-        file, begin = self._firsts[name]
-        within = slice((begin + first) * CHECKSUM_BYTES, (begin + last) * CHECKSUM_BYTES)
-        return self._files[file].checksums[within]
+def _recorded(manifest: Manifest, name: str, first: int, last: int) -> bytes:
+    """Returns the checksums of some blocks of a tensor that is not in pieces, joined."""
+    entry = manifest.by_name[name]
+    block = manifest.blocks.at(entry.file, entry.offset)
+    assert block is not None, "not empty"
+    begin, _ = manifest.recorded(block)
+    within = slice((begin + first) * CHECKSUM_BYTES, (begin + last) * CHECKSUM_BYTES)
+    return manifest.files[entry.file].checksums[within]
 
 
 class _Candidates:
@@ -234,14 +196,14 @@ class _Candidates:
         """Whether some blocks, spread over all, are those of a checkpoint."""
         if manifest.block_bytes != self.block_bytes:
             return False
-        sums, step = _Checksums(manifest), max(1, len(self.regions) // _NUM_SAMPLES)
+        step = max(1, len(self.regions) // _NUM_SAMPLES)
         return all(
-            self.holds(region, region.begin, min(region.begin + self.block_bytes, region.end), sums)
+            self.holds(region, region.begin, min(region.begin + self.block_bytes, region.end), manifest)
             for region in self.regions[::step]
         )
 
     def holds(
-        self, region: _Region, begin: int, end: int, sums: _Checksums, patches: Sequence[_Patch] = ()
+        self, region: _Region, begin: int, end: int, manifest: Manifest, patches: Sequence[_Patch] = ()
     ) -> bool:
         """Whether blocks are those of a checkpoint, once they are patched, in memory of their own."""
         data, name, length = region.bytes(begin, end), region.entry.name, self.block_bytes
@@ -251,7 +213,7 @@ class _Candidates:
             patch.apply(name, begin, end, data)
         view = host_view(data)
         found = b"".join(checksum(view[at : at + length]) for at in range(0, len(view), length))
-        return found == sums.get(name, begin // length, num_blocks(end, length))
+        return found == _recorded(manifest, name, begin // length, num_blocks(end, length))
 
 
 class _Proof:
@@ -279,13 +241,13 @@ class _Proof:
             share: Number of the share.
             num_shares: Number of shares.
         """
-        sums, regions, length = _Checksums(manifest), self._candidates.regions, self._candidates.block_bytes
+        regions, length = self._candidates.regions, self._candidates.block_bytes
         step = max(1, _COMPARED_BYTES // length) * length
 
         def compare(number: int, begin: int, end: int) -> None:
             if self._is_closed or number in self._wrong:
                 return
-            if not self._candidates.holds(regions[number], begin, end, sums, patches):
+            if not self._candidates.holds(regions[number], begin, end, manifest, patches):
                 self._wrong.add(number)
 
         units = [
@@ -328,6 +290,11 @@ class _Part(NamedTuple):
     indices: Tensor
     values: Tensor
 
+    def within(self, starts: Tensor, segments: range) -> slice:
+        """Returns where the indices or values of some segments are, given where each segment's begin."""
+        first = int(starts[self.segments.start])
+        return slice(int(starts[segments.start]) - first, int(starts[segments.stop]) - first)
+
 
 class _Patch:
     """The changes of one delta for the tensors of this rank.
@@ -350,15 +317,6 @@ class _Patch:
         for part in chain.from_iterable(self._parts.values()):
             part.table.require_ascending(part.segments, part.indices, self._url)
 
-    def _within(self, name: str, begin: int, end: int) -> Iterator[tuple[_Part, range]]:
-        for part in self._parts.get(name, ()):
-            size = part.changes.itemsize
-            wanted = part.table.within(begin // size, end // size)
-            first = max(wanted.start, part.segments.start)
-            last = min(wanted.stop, part.segments.stop)
-            if first < last:
-                yield part, range(first, last)
-
     def apply(self, name: str, begin: int, end: int, data: Tensor) -> None:
         """Replaces the elements that change in a byte range of a tensor, which begins with a segment.
 
@@ -368,29 +326,20 @@ class _Patch:
             end: The byte after the last one.
             data: The bytes; flat uint8, on any device.
         """
-        for part, within in self._within(name, begin, end):
+        for part in self._parts.get(name, ()):
             size, table = part.changes.itemsize, part.table
             step = max(1, _APPLIED_ELEMENTS // table.segment)
             elements = data.view(bits_of(size))
-            for at in range(within.start, within.stop, step):
-                segments = range(at, min(at + step, within.stop))
-                first, last = _values(part, segments)
-                if first == last:
+            wanted = table.within(begin // size, end // size)
+            last = min(wanted.stop, part.segments.stop)
+            for at in range(max(wanted.start, part.segments.start), last, step):
+                segments = range(at, min(at + step, last))
+                values = part.values[part.within(table.value_starts, segments)]
+                if not len(values):
                     continue
-                start = int(table.index_starts[part.segments.start])
-                indices = part.indices[
-                    int(table.index_starts[segments.start]) - start : int(table.index_starts[segments.stop])
-                    - start
-                ]
+                indices = part.indices[part.within(table.index_starts, segments)]
                 positions = table.positions(segments, indices).sub_(begin // size)
-                values = part.values[first:last]
                 elements.scatter_(0, positions.to(data.device), values.to(data.device))
-
-
-def _values(part: _Part, segments: range) -> tuple[int, int]:
-    """Returns the first value of some segments in a part, and the one after the last."""
-    starts, first = part.table.value_starts, int(part.table.value_starts[part.segments.start])
-    return int(starts[segments.start]) - first, int(starts[segments.stop]) - first
 
 
 def _read(opened: Opened, session: Session, base: Manifest, candidates: _Candidates) -> _Patch:

@@ -183,13 +183,12 @@ class MatchedRequest:
     start: LoadStart
 
     @classmethod
-    def of(cls, opened: Opened, request: Request, start: LoadStart) -> MatchedRequest:
-        """Matches a request.
+    def of(cls, opened: Opened, match: Match, start: LoadStart) -> MatchedRequest:
+        """Chooses how to load what a request has matched.
 
         Raises:
             FastloadError: This rank cannot load it.
         """
-        match = opened.match(request)
         backend, detour = "", "the tensors are in host memory"
         if is_accelerator(match.device):
             backend = backend_of(opened.world.group, match.device.type)
@@ -255,12 +254,15 @@ class Job:
             _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
 
 
-def prepare(opened: Opened, request: Request, start: LoadStart | None = None) -> Job:
+def prepare(
+    opened: Opened, request: Request, match: Match | None = None, *, start: LoadStart | None = None
+) -> Job:
     """Does everything on all ranks that can fail before data move, and compares the plans.
 
     Args:
         opened: The checkpoint.
         request: The request of this rank.
+        match: Its destinations, if they are known.
         start: The beginning of the load; None for now.
 
     Raises:
@@ -272,7 +274,7 @@ def prepare(opened: Opened, request: Request, start: LoadStart | None = None) ->
 
     @uncollected
     def make() -> dict[str, Any]:
-        found.append(matched := MatchedRequest.of(opened, request, start))
+        found.append(matched := MatchedRequest.of(opened, match or opened.match(request), start))
         destinations = matched.match.destinations
         if all(one.runs is None for one in destinations) and opened.access.holders is None:
             jobs.append(_open_common(matched))
@@ -287,7 +289,7 @@ def prepare(opened: Opened, request: Request, start: LoadStart | None = None) ->
             "into": "not given" if request.is_same else "given",
             "dtype": str(parse_dtype(request.dtype)),
             "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
-            "surplus": _digest(matched.match.surplus) if matched.match.surplus else "",
+            "surplus": _digest(surplus) if (surplus := matched.match.surplus.names) else "",
             **(_terms(jobs[0]) if jobs else {"transport": "", "plan": "", "offer": None}),
         }
 
@@ -316,13 +318,13 @@ def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
     """
     if not all(digests):
         return
-    match, world, manifest = matched.match, matched.opened.world, matched.opened.access.manifest
+    surplus, world, manifest = matched.match.surplus, matched.opened.world, matched.opened.access.manifest
     if len(set(digests)) == 1:
-        match.raise_unexpected(manifest.url, match.surplus)
-    elif unwanted := sorted(_unwanted_by_all(world, manifest, match.surplus)):
+        surplus.raise_unwanted(manifest.url, surplus.names)
+    elif unwanted := sorted(_unwanted_by_all(world, manifest, surplus.names)):
         # Together: a rank that leaves takes the bytes along that it has left for the others.
         what = f"preparing to load {manifest.url}"
-        world.agree(what, lambda: match.raise_unexpected(manifest.url, unwanted))
+        world.agree(what, lambda: surplus.raise_unwanted(manifest.url, unwanted))
 
 
 def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from fastload.comm.world import World
 from fastload.errors import FastloadError, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
-from fastload.loading.match import Request
+from fastload.loading.match import Match, Request
 from fastload.loading.prefetch import BackgroundReads, Prefetch
 from fastload.loading.prepare import Job, LoadStart, Opened, open_on_all, open_rest, prepare
 from fastload.options import LoadOptions
@@ -172,12 +172,18 @@ class Session:
             pending.close(wait_s=min(1.0, self.opened.world.grace_s))
 
     def load(
-        self, request: Request, *, start: LoadStart | None = None, staging_bytes: int | None = None
+        self,
+        request: Request,
+        matched: Match | None = None,
+        *,
+        start: LoadStart | None = None,
+        staging_bytes: int | None = None,
     ) -> Loaded:
         """Loads on all ranks.
 
         Args:
             request: The request of this rank.
+            matched: Its destinations, if they are known.
             start: The beginning of the load; None for now.
             staging_bytes: Memory for it, if not that of the options.
 
@@ -194,7 +200,7 @@ class Session:
             if staging_bytes is not None:  # for a part of a stream, in new memory
                 options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
                 opened = replace(opened, options=options)
-            job = prepare(opened, request, start)
+            job = prepare(opened, request, matched, start=start)
             if not opened.options.atomic or self._read_first(job):
                 loaded = self.run(job)
                 if loaded is not None:
@@ -226,45 +232,46 @@ class Session:
                 job.close()
         return is_ready
 
-    def run(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
-        """Runs a load, agrees with all ranks on its outcome, and restores the state.
-
-        Args:
-            job: The load.
-            errors: The errors of this rank, if it is a stream, which has run; None to run it.
-
-        Returns:
-            The outcome; None if data were not laid out as the manifest inferred, and have to be loaded again.
+    def run(self, job: Job) -> Loaded | None:
+        """Runs a load on all ranks; see `finish`.
 
         Raises:
             FastloadError: A rank failed; the tensors may hold some of their bytes.
         """
         try:
-            responses, broken = self._move(job, errors)
-            access = self.opened.access
-            self.opened = replace(
-                self.opened, access=access.without(broken), num_retries=access.storage.num_retries
-            )
-            kinds = kinds_of(responses)
-            if any(one["is_misread"] for one in kinds):
-                return None
-            self.report = _report(job, Reports(RankReport, responses[0]["report"]))
-            if self.opened.world.rank == 0:
-                _warn(self.report, broken)
-            return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+            return self.finish(job, job.run)
         except FastloadError as error:
-            if errors is None:
-                error.is_partial = True
+            error.is_partial = True
             raise
 
-    def _move(
-        self, job: Job, errors: list[BaseException] | None
-    ) -> tuple[list[dict[str, Any]], Collection[int]]:
-        """Moves all data, those of readers that fail too.
+    def finish(self, job: Job, move: Callable[[], None]) -> Loaded | None:
+        """Agrees with all ranks on the outcome of a load, and restores the state.
 
         Args:
             job: The load; closed in the end.
-            errors: As for `run`.
+            move: Moves the data, or raises the error of a stream that has moved them.
+
+        Returns:
+            The outcome; None if data were not laid out as the manifest inferred, and have to be loaded again.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        responses, broken = self._move(job, move)
+        access = self.opened.access
+        self.opened = replace(
+            self.opened, access=access.without(broken), num_retries=access.storage.num_retries
+        )
+        kinds = kinds_of(responses)
+        if any(one["is_misread"] for one in kinds):
+            return None
+        self.report = _report(job, Reports(RankReport, responses[0]["report"]))
+        if self.opened.world.rank == 0:
+            _warn(self.report, broken)
+        return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+
+    def _move(self, job: Job, move: Callable[[], None]) -> tuple[list[dict[str, Any]], Collection[int]]:
+        """Moves all data, those of readers that fail too; arguments are those of `finish`.
 
         Returns:
             The responses of the ranks, and the readers that failed.
@@ -274,10 +281,7 @@ class Session:
         passes, broken = [job], set[int]()
 
         def work() -> dict[str, Any]:
-            if errors is None:
-                passes[-1].run()
-            elif errors:
-                _raise_first(errors)
+            move()
             return {
                 "report": Each(_report_rank(passes).pack()),
                 "unread_from": passes[-1].pipeline.unread_from,
@@ -303,6 +307,7 @@ class Session:
                 broken |= unread_from.keys()
                 rest = partial(open_rest, passes[-1], unread_from)
                 passes.append(open_on_all(job.matched, rest))
+                move = passes[-1].run
         finally:
             passes[-1].close()
 
@@ -336,13 +341,6 @@ class Session:
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
         if self._held is not None and self._held[1].lacking(self.manifest.extents):
             self._held = None
-
-
-def _raise_first(errors: list[BaseException]) -> None:
-    try:
-        raise errors[0]
-    finally:
-        errors.clear()  # else error → traceback → frame → error would keep all their memory alive
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Semaphore
 from types import TracebackType
@@ -246,7 +247,7 @@ class StreamTransfer:
                     errors.append(error)
                 if self._cause is not None:
                     errors.insert(0, self._cause)
-                self._session.run(self._job, errors)
+                self._session.finish(self._job, partial(_raise_first, errors))
         finally:
             self._is_over = True
             self._stream_buffer.close()
@@ -267,6 +268,14 @@ class StreamTransfer:
             _log.debug("after this rank had left: %s", error)
         finally:
             self._cause = None
+
+
+def _raise_first(errors: list[BaseException]) -> None:
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # else error → traceback → frame → error would keep all their memory alive
 
 
 class Departure:

@@ -11,6 +11,7 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -21,10 +22,11 @@ from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, IncompleteCheckpoint
-from fastload.formats.manifest import FileEntry, blocks_of_files
+from fastload.formats.manifest import FileEntry, Manifest, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
+from fastload.loading.prepare import LoadStart, Opened
 from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
 from fastload.report import RankReport, VerifyReport
@@ -67,15 +69,11 @@ class CompleteRead:
     """
 
     def __init__(self, session: Session, verifier: Verifier | ChecksumCollector) -> None:
-        opened = session.opened
+        self._opened = opened = session.opened
         access, options = opened.access, opened.options
-        self._world = opened.world
-        self._access = access
-        self._options = options
-        self._team = team_of(access, self._world.rank)
         self._plan = plan_transfer(
             access.manifest.extents,
-            tuple(self._team) or access.readers,
+            tuple(team_of(access, opened.world.rank)) or access.readers,
             (),
             staging_bytes=options.staging_bytes,
             chunk_bytes=options.chunk_bytes,
@@ -100,17 +98,20 @@ class CompleteRead:
         Returns:
             What each rank found, and the packed reports.
         """
-        world, what = self._world, f"reading {self._access.manifest.url}"
+        world, what = self._opened.world, f"reading {self._opened.access.manifest.url}"
         require_same(world.agree(what, lambda: {"call": call}))
-        began, already_read = time.perf_counter(), self._access.storage.bytes_read
+        start = LoadStart.now(self._opened)
         pipeline: list[Pipeline] = []
 
         def work() -> dict[str, Any]:
             if world.rank in self._plan.readers:
                 pipeline.append(self._open())
                 pipeline[0].run()
-            staged_bytes = pipeline[0].buffer_bytes if pipeline else 0
-            report = self._rank_report(time.perf_counter() - began, already_read, staged_bytes)
+            report = replace(
+                _rank_report(self._opened, start, self.reader.verified.total, self.reader.rereads.total),
+                read_s=self.reader.watch.seconds,
+                peak_staging_bytes=pipeline[0].buffer_bytes if pipeline else 0,
+            )
             return {"report": Each(report.pack()), **found()}
 
         try:
@@ -122,7 +123,7 @@ class CompleteRead:
 
     def _open(self) -> Pipeline:
         """Opens the pipeline of a rank that reads; nobody receives anything."""
-        world, plan, progress = self._world, self._plan, self._options.progress
+        plan, progress = self._plan, self._opened.options.progress
         round_bytes = plan.chunk_bytes * len(plan.readers)
         rounds = count(1)
 
@@ -131,33 +132,36 @@ class CompleteRead:
                 progress(min(next(rounds) * round_bytes, plan.total_bytes), plan.total_bytes)
 
         nowhere = TensorWriter([])
-        return Pipeline(world, plan, self.reader, nowhere, progress=note)
-
-    def _rank_report(self, total_s: float, already_read: int, staged_bytes: int) -> RankReport:
-        world, access = self._world, self._access
-        return RankReport(
-            rank=world.rank,
-            host=world.host,
-            reader=world.rank in self._team,
-            note=access.notes.get(world.rank, ""),
-            bytes_read=access.storage.bytes_read - already_read,
-            bytes_verified=self.reader.verified.total,
-            read_s=self.reader.watch.seconds,
-            total_s=total_s,
-            peak_staging_bytes=staged_bytes,
-            retries=access.storage.num_retries + self.reader.rereads.total,
-        )
+        return Pipeline(self._opened.world, plan, self.reader, nowhere, progress=note)
 
     def report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
         """Returns the report over all ranks, from the results of `run`."""
-        manifest = self._access.manifest
-        return VerifyReport(
-            url=manifest.url,
-            num_files=len(manifest.files),
-            num_blocks=sum(blocks_of_files(manifest, manifest.block_bytes)),
-            nbytes=manifest.nbytes,
-            ranks=Reports(RankReport, found[0]["report"]),
-        )
+        manifest = self._opened.access.manifest
+        return _report(manifest, sum(blocks_of_files(manifest, manifest.block_bytes)), found)
+
+
+def _rank_report(opened: Opened, start: LoadStart, bytes_verified: int, num_rereads: int = 0) -> RankReport:
+    world, access = opened.world, opened.access
+    return RankReport(
+        rank=world.rank,
+        host=world.host,
+        reader=world.rank in access.readers,
+        note=access.notes.get(world.rank, ""),
+        bytes_read=access.storage.bytes_read - start.bytes_read,
+        bytes_verified=bytes_verified,
+        total_s=time.perf_counter() - start.at_s,
+        retries=access.storage.num_retries + num_rereads,
+    )
+
+
+def _report(manifest: Manifest, num_blocks: int, found: Sequence[dict[str, Any]]) -> VerifyReport:
+    return VerifyReport(
+        url=manifest.url,
+        num_files=len(manifest.files),
+        num_blocks=num_blocks,
+        nbytes=manifest.nbytes,
+        ranks=Reports(RankReport, found[0]["report"]),
+    )
 
 
 def _raise_damage(access: Access, found: Sequence[dict[str, Any]]) -> None:
@@ -225,31 +229,12 @@ def _verify_sha_256(session: Session) -> VerifyReport:
             f"seal ({SEAL_NAME}), which `fastload seal` makes, nor an SHA-256 of the Hugging Face hub for "
             f"{lacking[0] or 'it'}"
         )
-    began, already_read = time.perf_counter(), storage.bytes_read
+    start = LoadStart.now(session.opened)
     own = compare_sha_256(session)
-    report = RankReport(
-        rank=world.rank,
-        host=world.host,
-        reader=world.rank in access.readers,
-        note=access.notes.get(world.rank, ""),
-        bytes_read=storage.bytes_read - already_read,
-        bytes_verified=sum(file.nbytes for file in own),
-        total_s=time.perf_counter() - began,
-        retries=storage.num_retries,
-    )
-
-    def pack() -> dict[str, Any]:
-        return {"report": Each(report.pack())}
-
-    found = world.agree(f"verified {manifest.url}", pack)
+    report = _rank_report(session.opened, start, sum(file.nbytes for file in own))
+    found = world.agree(f"verified {manifest.url}", lambda: {"report": Each(report.pack())})
     world.acknowledge()
-    return VerifyReport(
-        url=manifest.url,
-        num_files=len(manifest.files),
-        num_blocks=len(manifest.files),
-        nbytes=manifest.nbytes,
-        ranks=Reports(RankReport, found[0]["report"]),
-    )
+    return _report(manifest, len(manifest.files), found)
 
 
 def compare_sha_256(session: Session) -> Sequence[FileEntry]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 from fastload.base.devices import copy_async
 from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.messages import Message, Route
+from fastload.transfer.messages import Message, Route, joined
 from fastload.transfer.plan import TransferPlan, TransferView
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
-from fastload.transfer.transport import Delivery, Round, Slots, Transport
+from fastload.transfer.transport import Delivery, OwnChunk, Round, Slots, Transport
 
 Plan: TypeAlias = TransferPlan | RoutedPlan
 View: TypeAlias = TransferView | RoutedView
@@ -59,44 +58,6 @@ class Arrival(NamedTuple):
     pieces: Sequence[tuple[int, Tensor]]
 
 
-@dataclass(frozen=True)
-class OwnChunk:
-    """A chunk that this rank reads ahead of its round.
-
-    Attributes:
-        byte_ranges: Its byte ranges.
-        memory: The host memory that it is read into: a complete slot, or its destination.
-        nbytes: Its length.
-        is_in_place: Whether the memory is its destination.
-    """
-
-    byte_ranges: Sequence[ByteRange]
-    memory: Tensor
-    nbytes: int
-    is_in_place: bool
-
-    @property
-    def data(self) -> Tensor:
-        """Its bytes, flat uint8."""
-        return self.memory[: self.nbytes]
-
-
-class _Unpacked(NamedTuple):
-    """A chunk whose messages are made once it is read.
-
-    Attributes:
-        room: The free memory of the buffer of its round.
-        directory: The messages in that buffer that other ranks copy; None if no memory is shared.
-        is_in_place: Whether it is read into its destination.
-        is_ahead: Whether it is read ahead of its round.
-    """
-
-    room: _BufferRoom
-    directory: _Directory | None
-    is_in_place: bool
-    is_ahead: bool
-
-
 class Buffers:
     """One buffer for each round in flight, used in rotation.
 
@@ -127,7 +88,8 @@ class Buffers:
         self._writer = writer
         self.wanted_bytes = self._view.wanted_bytes
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
-        self._unpacked: dict[int, _Unpacked] = {}  # by number of the round
+        # Where messages are packed once a chunk is read, by number of the round.
+        self._unpacked: dict[int, tuple[_RoundBuffer, _Directory | None]] = {}
         self._ahead: list[Tensor] = []
         if isinstance(plan, TransferPlan) and plan.ahead:
             num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
@@ -143,9 +105,11 @@ class Buffers:
         if self._on_device and isinstance(plan, RoutedPlan):  # which has counted no chunks in host memory
             fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
             num_buffers = self.depth = min(self.depth, fitting)
-        self._buffers = [transport.allocate(buffer_bytes) for _ in range(num_buffers)]
-        self._own = [transport.allocate_own(own_bytes) for _ in range(num_buffers if self._on_device else 0)]
-        self._most = [0] * num_buffers
+        self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
+        for each in self._buffers:
+            transport.allocate(buffer_bytes)
+            if self._on_device:
+                each.own = transport.allocate_own(own_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -154,10 +118,10 @@ class Buffers:
         If the ranks of a host share them, the part of one rank.
         """
         ahead = sum(memory.nbytes for memory in self._ahead)
-        used = sum(self._most)
+        used = sum(each.most_bytes for each in self._buffers)
         if isinstance(self._plan, TransferPlan) and self._plan.num_sharing > 1:
             used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
-        return ahead + used + sum(own.nbytes for own in self._own)
+        return ahead + used + sum(each.own.nbytes for each in self._buffers)
 
     @property
     def _on_device(self) -> bool:
@@ -167,21 +131,22 @@ class Buffers:
         """Releases the buffers; a read that is still under way keeps its own alive."""
         self._unpacked.clear()
         self._buffers.clear()
-        self._own.clear()
         self._ahead.clear()
 
-    def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk:
-        """Chooses the memory for this rank's chunk of a round, which is read ahead.
+    def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk | None:
+        """Chooses the memory for this rank's chunk of a round, which is read ahead; None if it is empty.
 
         The memory is in use until the round of an earlier chunk is over, as many cycles before.
         """
         view = self._view_of(plan)
-        byte_ranges = view.reads(index)
+        if not (byte_ranges := view.reads(index)):
+            return None
         nbytes = sum(each.nbytes for each in byte_ranges)
-        memory = self._ahead[plan.cycle(index) % len(self._ahead)]
         outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
-        direct = self._direct(outgoing, nbytes, one=True) if byte_ranges else None
-        return OwnChunk(byte_ranges, direct[0] if direct else memory, nbytes, is_in_place=direct is not None)
+        if (direct := self._direct(outgoing, nbytes, one=True)) is not None:
+            return OwnChunk(byte_ranges, direct, is_in_place=True, is_ahead=True)
+        memory = self._ahead[plan.cycle(index) % len(self._ahead)]
+        return OwnChunk(byte_ranges, [memory[:nbytes]], is_ahead=True)
 
     def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Chooses the memory for this rank's chunk and messages of a round.
@@ -193,21 +158,26 @@ class Buffers:
             own: This rank's chunk, if it was read ahead.
         """
         view, route = self._view_of(plan), self._transport.route
-        slot = number % len(self._buffers)
         outgoing = [(message, route(message)) for message in view.outgoing(index)]
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
-        room = _BufferRoom(self._buffers[slot].memory, self._most, slot)
-        work = Round(number, view.readers(index), outgoing=outgoing)
+        slot = number % len(self._buffers)
+        room = self._buffers[slot]
+        room.begin(self._transport.buffer(slot, self._rank))
+        work = Round(number, view.readers(index), own, outgoing)
         directory = None
         if self._transport.shares_memory:
             shared = [way for _, way in (*outgoing, *incoming) if way.is_shared and way.holder == self._rank]
             directory = _Directory.make(room, len(shared))
         if self._on_device and isinstance(plan, TransferPlan):
             work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
-        byte_ranges = view.reads(index) if own is None else own.byte_ranges
-        if byte_ranges:
-            self._prepare_chunk(work, byte_ranges, slot, room, own, directory)
+        if work.own is None and (byte_ranges := view.reads(index)):
+            work.own = self._own_chunk(byte_ranges, outgoing, room)
+        if work.own is not None and work.slots is not None:  # all messages are the chunk
+            data = work.slots.each[self._rank][: work.own.memory[0].numel()]
+            work.packed = [Delivery(message, way, data) for message, way in outgoing]
+        elif work.own is not None:
+            self._unpacked[number] = room, directory
         for message, way in incoming:
             work.incoming.append(self._prepare_incoming(work, message, way, room))
             if directory is not None and way.is_shared and way.holder == self._rank:
@@ -221,18 +191,19 @@ class Buffers:
         unpacked = self._unpacked.pop(work.index, None)
         if unpacked is None:
             return
-        room, directory, is_in_place, is_ahead = unpacked
-        chunk = work.buffers[0]
+        room, directory = unpacked
+        own = work.own
+        assert own is not None
+        chunk = own.memory[0]
         if self._on_device:
             on_host, chunk = chunk, room.take(chunk.nbytes)
             copy_async(on_host, chunk)
         for message, way in work.outgoing:
-            # A chunk that was read into several pieces is in place, and no other rank gets it.
             data = chunk
-            if len(work.buffers) == 1:
-                copies = is_ahead and way.is_shared
+            if len(own.memory) == 1:
+                copies = own.is_ahead and way.is_shared
                 data = _packed(message, chunk, room, copies=copies, must_fit=way.is_shared)
-            delivery = Delivery(message, way, data, is_in_place)
+            delivery = Delivery(message, way, data, own.is_in_place)
             work.packed.append(delivery)
             if directory is not None and way.is_shared:
                 directory.add(delivery)
@@ -244,14 +215,14 @@ class Buffers:
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
-        buffer = self._buffers[work.index % len(self._buffers)]
+        slot = work.index % len(self._buffers)
         directories: dict[int, _Directory] = {}  # of the messages that other ranks of this host hold
         for each in chain(work.packed, work.incoming):
             message, holder, data = each.message, each.route.holder, each.data
             if message.ranges and message.reader not in work.statuses:
                 if holder != self._rank:
                     if holder not in directories:
-                        directories[holder] = _Directory(buffer.of(holder))
+                        directories[holder] = _Directory(self._transport.buffer(slot, holder))
                     data = directories[holder].find(each)
                 yield Arrival(message.reader, message.nbytes, [] if each.is_in_place else _cut(message, data))
 
@@ -282,35 +253,21 @@ class Buffers:
             self._plan, self._view = plan, plan.view(self._rank)
         return self._view
 
-    def _prepare_chunk(
+    def _own_chunk(
         self,
-        work: Round,
         byte_ranges: Sequence[ByteRange],
-        slot: int,
-        room: _BufferRoom,
-        own: OwnChunk | None,
-        directory: _Directory | None,
-    ) -> None:
+        outgoing: Sequence[tuple[Message, Route]],
+        room: _RoundBuffer,
+    ) -> OwnChunk:
         nbytes = sum(each.nbytes for each in byte_ranges)
-        work.byte_ranges = byte_ranges
-        if own is not None:
-            work.buffers, is_in_place = [own.data], own.is_in_place
-        elif self._on_device:
-            work.buffers, is_in_place = [self._own[slot][:nbytes]], False
-        else:
-            direct = self._direct(work.outgoing, nbytes)
-            is_shared = any(way.is_shared for _, way in work.outgoing)
-            work.buffers = direct if direct is not None else [room.take(nbytes, must_fit=is_shared)]
-            is_in_place = direct is not None
-        if work.slots is not None:
-            memory = own.memory if own is not None else self._own[slot]
-            into = work.slots.each[self._rank]
-            work.slots = replace(work.slots, own=memory[: into.numel()])
-            work.packed = [Delivery(message, way, into[:nbytes]) for message, way in work.outgoing]
-            return
-        self._unpacked[work.index] = _Unpacked(room, directory, is_in_place, own is not None)
+        if self._on_device:
+            return OwnChunk(byte_ranges, [room.own[:nbytes]])
+        if (direct := self._direct(outgoing, nbytes)) is not None:
+            return OwnChunk(byte_ranges, direct, is_in_place=True)
+        is_shared = any(way.is_shared for _, way in outgoing)
+        return OwnChunk(byte_ranges, [room.take(nbytes, must_fit=is_shared)])
 
-    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _BufferRoom) -> Delivery:
+    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _RoundBuffer) -> Delivery:
         if work.slots is not None:
             return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
         if way.holder != self._rank:
@@ -354,7 +311,7 @@ class Buffers:
         return pieces
 
 
-def _packed(message: Message, chunk: Tensor, room: _BufferRoom, *, copies: bool, must_fit: bool) -> Tensor:
+def _packed(message: Message, chunk: Tensor, room: _RoundBuffer, *, copies: bool, must_fit: bool) -> Tensor:
     """Returns the bytes of a message: a view of the chunk, or a copy.
 
     Args:
@@ -396,17 +353,10 @@ def _in_chunk(outgoing: Sequence[Message], nbytes: int) -> list[tuple[int, int]]
                 length = min(left, end - at)
                 found.append((at, start, length))
                 at, start, left = at + length, start + length, left - length
-    joined: list[tuple[int, int]] = []
-    position = 0
-    for at, start, length in sorted(found):
-        if at != position:
-            return None
-        position += length
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + length
-        else:
-            joined.append((start, length))
-    return joined
+    found.sort()
+    if any(here[0] + here[2] != after[0] for here, after in pairwise(found)):
+        return None
+    return joined([(start, length) for _, start, length in found])
 
 
 def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
@@ -418,19 +368,23 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
     return pieces
 
 
-class _BufferRoom:
-    """The free memory of a buffer in one round.
+class _RoundBuffer:
+    """The memory of a round in flight, taken from its beginning on.
 
-    Args:
-        memory: The buffer, flat uint8.
-        most: The most bytes taken of each buffer in any round; updated.
-        slot: Number of the buffer.
+    Attributes:
+        memory: Flat uint8; empty before the first round.
+        own: Host memory of this rank's chunk, if buffers are on a device; else empty.
+        most_bytes: The most bytes taken in any round.
     """
 
-    def __init__(self, memory: Tensor, most: list[int], slot: int) -> None:
+    def __init__(self) -> None:
+        self.memory = self.own = _EMPTY
+        self.most_bytes = 0
+        self._begin = self._taken = 0
+
+    def begin(self, memory: Tensor) -> None:
+        """Begins a round: all memory is free."""
         self.memory = memory
-        self._most = most
-        self._slot = slot
         self._begin = self._taken = 0
 
     def skip(self, nbytes: int) -> None:
@@ -444,7 +398,7 @@ class _BufferRoom:
             MemoryError: The buffer is full and `must_fit` is set.
         """
         begin, self._taken = self._taken, self._taken + round_up(nbytes, _ALIGNED_BYTES)
-        self._most[self._slot] = max(self._most[self._slot], self._taken - self._begin)
+        self.most_bytes = max(self.most_bytes, self._taken - self._begin)
         if begin + nbytes <= self.memory.numel():
             return self.memory[begin : begin + nbytes]
         if must_fit:
@@ -477,7 +431,7 @@ class _Directory:
         self._count = 0
 
     @classmethod
-    def make(cls, room: _BufferRoom, num_messages: int) -> _Directory:
+    def make(cls, room: _RoundBuffer, num_messages: int) -> _Directory:
         """Reserves a directory for some messages at the beginning of a buffer."""
         room.skip(8 * (1 + cls._ROW * num_messages))
         return cls(room.memory)

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -32,7 +32,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots, Transport
+from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Slots, Transport
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: the kernels of all phases have to run at once
@@ -294,6 +294,7 @@ class _BackendTransport(Transport):
 
     def close(self) -> None:
         self._communicators.close(keep=self._events.close())
+        super().close()
 
 
 class DeviceTransport(_BackendTransport):
@@ -327,7 +328,7 @@ class DeviceTransport(_BackendTransport):
         groups = [found.get(phase) for phase in range(self._grid.num_phases)]
         self._broadcast = GridBroadcast(self._grid, self._rank, groups, self._in_phase)
 
-    def allocate(self, nbytes: int) -> FlatBuffer:
+    def allocate(self, nbytes: int) -> None:
         buffer = allocate((nbytes,), torch.uint8, self.device)
         # Allocated here: a rank that ran out of memory in a round would leave the others waiting.
         statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
@@ -337,7 +338,7 @@ class DeviceTransport(_BackendTransport):
             buffer.record_stream(stream)
             statuses.record_stream(stream)
         self._statuses.append(statuses)
-        return FlatBuffer(buffer)
+        self._buffers.append(buffer)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -361,8 +362,9 @@ class DeviceTransport(_BackendTransport):
         assert self._broadcast is not None
         readers = tuple(slots.each)
         statuses.zero_()
-        if slots.own is not None:
-            copy_async(slots.own, slots.each[self._rank])
+        if work.own is not None:
+            (chunk,) = work.own.memory
+            copy_async(chunk, slots.each[self._rank][: chunk.numel()])
             statuses[readers.index(self._rank)].fill_(work.status)
         self._broadcast.run(readers, slots.memory, statuses)
 
@@ -462,20 +464,18 @@ class RoutedDeviceTransport(_BackendTransport):
         name = f"routed {xxhash.xxh3_64_hexdigest(repr(groups).encode())}"
         communicators = Communicators(world, name, self._members, device, backend)
         super().__init__(f"{backend} routed", world, device, communicators)
-        self._broadcasts = GroupBroadcasts(world.rank, {})
+        self._groups: Mapping[Ranks, Any] = {}
         self._packing, self._moving = torch.Stream(device), torch.Stream(device)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         made = self._communicators.connect(give_up)
-        self._broadcasts = GroupBroadcasts(
-            self._rank, {self._members[number]: group for number, group in made.items()}
-        )
+        self._groups = {self._members[number]: group for number, group in made.items()}
 
-    def allocate(self, nbytes: int) -> FlatBuffer:
+    def allocate(self, nbytes: int) -> None:
         buffer = allocate((nbytes,), torch.uint8, self.device)
         buffer.record_stream(self._packing)
         buffer.record_stream(self._moving)
-        return FlatBuffer(buffer)
+        self._buffers.append(buffer)
 
     def post(self, work: Round) -> None:
         # The caller's kernels may still use the memory.
@@ -495,7 +495,7 @@ class RoutedDeviceTransport(_BackendTransport):
                 deliveries = (*work.packed, *work.incoming)
                 for each in deliveries:  # some have memory outside of the buffer
                     each.data.record_stream(self._moving)
-                self._broadcasts.run(deliveries)
+                self._exchange(deliveries)
                 ended.record(self._moving)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
@@ -506,6 +506,23 @@ class RoutedDeviceTransport(_BackendTransport):
         if work.status == FAILED:
             work.statuses = {self._rank: FAILED}
 
+    def _exchange(self, deliveries: Collection[Delivery]) -> None:
+        """Sends and receives all messages of a round that concern this rank.
+
+        All ranks make their calls in one order: by round, point to point before broadcasts, by recipients.
+        So they cannot deadlock, though some ranks are ahead of others.
+        """
+        if found := sent_to_roots(deliveries, self._rank):
+            # A group of all ranks, with their own numbers.
+            everyone = self._groups[max(self._groups, key=len)]
+            _coalesced(everyone, [partial(_send_to_root, everyone, self._rank, each) for each in found])
+        for ranks, found in broadcasts_of(deliveries).items():
+            group = self._groups[ranks]
+            _coalesced(
+                group,
+                [partial(_broadcast, group, each.data, ranks.index(root_of(each.message))) for each in found],
+            )
+
     @contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
         # Tensors that the caller allocated in inference mode cannot be written in another mode.
@@ -513,42 +530,10 @@ class RoutedDeviceTransport(_BackendTransport):
             yield
 
 
-class GroupBroadcasts:
-    """Broadcasts among the recipients of messages.
-
-    All ranks make their calls in one order: by round, point to point before broadcasts, by recipients. So
-    they cannot deadlock, though some ranks are ahead of others.
-
-    Args:
-        rank: This rank.
-        groups: The backend of a process group for each group of this rank; see `groups_of`.
-    """
-
-    def __init__(self, rank: int, groups: Mapping[Ranks, Any]) -> None:
-        self._rank = rank
-        self._groups = groups
-        self._everyone = groups[max(groups, key=len)] if groups else None
-
-    def run(self, deliveries: Collection[Delivery]) -> None:
-        """Sends and receives all messages of a round that concern this rank."""
-        if found := sent_to_roots(deliveries, self._rank):
-            _coalesced(self._everyone, [partial(self._send_to_root, each) for each in found])
-        for ranks, found in broadcasts_of(deliveries).items():
-            group = self._groups[ranks]
-            roots = [ranks.index(root_of(each.message)) for each in found]
-            _coalesced(
-                group,
-                [
-                    partial(_broadcast, group, each.data, root)
-                    for each, root in zip(found, roots, strict=True)
-                ],
-            )
-
-    def _send_to_root(self, each: Delivery) -> Any:
-        assert self._everyone is not None, "a group of all ranks, with their own numbers"
-        if each.message.reader == self._rank:
-            return self._everyone.send([each.data], root_of(each.message), 0)
-        return self._everyone.recv([each.data], each.message.reader, 0)
+def _send_to_root(group: Any, rank: int, each: Delivery) -> Any:
+    if each.message.reader == rank:
+        return group.send([each.data], root_of(each.message), 0)
+    return group.recv([each.data], each.message.reader, 0)
 
 
 def _broadcast(group: Any, data: Tensor, root: int) -> Any:
@@ -588,17 +573,13 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     """
     if plan.buffer_bytes + plan.largest_chunk_bytes(plan.readers[0]) > plan.staging_bytes:
         return ()
-    readers: dict[int, set[int]] = defaultdict(set)
-    for share in plan.shares:
-        readers[share.group].add(share.reader)
-    recipients = {ranks for group in readers for ranks in plan.sharing.densities[group]}
-    groups = {ranks for ranks in recipients if len(ranks) > 1}
+    groups = {ranks for ranks in plan.groups if len(ranks) > 1}
     counts = Counter(rank for ranks in groups for rank in ranks)
     if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
         return ()
     needs_all = any(
         not of_group <= set(ranks)
-        for group, of_group in readers.items()
+        for group, of_group in plan.readers_of.items()
         for ranks in plan.sharing.densities[group]
     )
     return tuple(sorted(groups | {tuple(sorted(plan.order))} if needs_all else groups))

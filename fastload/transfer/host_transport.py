@@ -21,24 +21,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.links import Wire
 from fastload.transfer.messages import Message, Ranks, Route, Routing
-from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, Round, Transport, wait_sent
-
-
-class SharedBuffer:
-    """A buffer of a host, with a part for each of its ranks."""
-
-    def __init__(self, buffers: SharedBuffers, number: int) -> None:
-        self._buffers = buffers
-        self._number = number
-
-    @property
-    def memory(self) -> Tensor:
-        """The part of this rank."""
-        return self.of(self._buffers.rank)
-
-    def of(self, rank: int) -> Tensor:
-        """Returns the part of a rank of this host."""
-        return self._buffers.part(self._number, rank)
+from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transport, wait_sent
 
 
 class SharedBuffers:
@@ -54,12 +37,10 @@ class SharedBuffers:
 
     Attributes:
         host: The shared memory, and the connections of its ranks.
-        rank: This rank.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.host = HostMemory(world, ranks)
-        self.rank = world.rank
         self._num_buffers = 0
         self._buffer_bytes = 0
         self._placed = self._released = -1  # the last round that this rank, that all ranks have placed
@@ -67,14 +48,13 @@ class SharedBuffers:
         self._changed = threading.Condition()
         self._lost: int | None = None
 
-    def allocate(self, nbytes: int) -> SharedBuffer:
-        """Returns one more buffer, which has memory once the ranks are connected.
+    def allocate(self, nbytes: int) -> None:
+        """Adds a buffer, which has memory once the ranks are connected.
 
         Each part has room for a complete round, but a rank touches only what it holds.
         """
         self._buffer_bytes = max(self._buffer_bytes, nbytes)
         self._num_buffers += 1
-        return SharedBuffer(self, self._num_buffers - 1)
 
     def part(self, number: int, rank: int) -> Tensor:
         """Returns a rank's part of a buffer."""
@@ -219,8 +199,14 @@ class HostTransport(Transport):
         if self._relay is not None:
             self._relay.connect(give_up=give_up)
 
-    def allocate(self, nbytes: int) -> Buffer:
-        return self._shared.allocate(nbytes) if self._shared is not None else super().allocate(nbytes)
+    def allocate(self, nbytes: int) -> None:
+        if self._shared is not None:
+            self._shared.allocate(nbytes)
+        else:
+            super().allocate(nbytes)
+
+    def buffer(self, number: int, rank: int) -> Tensor:
+        return self._shared.part(number, rank) if self._shared is not None else super().buffer(number, rank)
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:
@@ -252,6 +238,7 @@ class HostTransport(Transport):
             self._shared.release(work)
 
     def close(self) -> None:
+        super().close()
         has_ended = self._relay is None or self._relay.end()
         if self._shared is not None:
             self._shared.close()

@@ -16,11 +16,19 @@ from fastload.base.threads import Workers, await_done
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
-from fastload.transfer.buffers import Arrival, Buffers, OwnChunk, Plan, Writer
+from fastload.transfer.buffers import Arrival, Buffers, Plan, Writer
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.transport import FAILED, UNREADABLE, LocalTransport, Round, Transport, wait
+from fastload.transfer.transport import (
+    FAILED,
+    UNREADABLE,
+    LocalTransport,
+    OwnChunk,
+    Round,
+    Transport,
+    wait,
+)
 
 
 def _open_transport(
@@ -155,9 +163,8 @@ class ReadAhead:
         end = num_done + plan.ahead
         for index in plan.rounds_of(self._rank, self._next, end):
             own = self._buffers.prepare_ahead(plan, index)
-            if own.nbytes:
-                read = self._reader.submit(own.byte_ranges, [host_view(own.data)])
-                self._begun.append((index, own, read))
+            if own is not None:
+                self._begun.append((index, own, _read(self._reader, own)))
         self._next = end
 
     def take(self, round_index: int) -> tuple[OwnChunk | None, Future[None] | None]:
@@ -181,6 +188,10 @@ class ReadAhead:
     def forget(self) -> None:
         """Drops all chunks; reads under way keep their memory alive."""
         self._begun.clear()
+
+
+def _read(reader: ChunkReader, own: OwnChunk) -> Future[None]:
+    return reader.submit(own.byte_ranges, [host_view(piece) for piece in own.memory])
 
 
 _MAX_READ_THREADS = 8
@@ -396,8 +407,8 @@ class Pipeline:
         own, read = self._ahead.take(index)
         work = self._buffers.prepare(plan, index, number, own)
         self.transport.post(work)
-        if work.byte_ranges and read is None:
-            read = self.reader.submit(work.byte_ranges, [host_view(buffer) for buffer in work.buffers])
+        if work.own is not None and read is None:
+            read = _read(self.reader, work.own)
         self._starter.post(work, read)
         return work
 

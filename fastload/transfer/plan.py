@@ -156,7 +156,7 @@ _GOOD_NUM_READERS = 64  # in a window
 _LEAST_NUM_READERS = 8
 _GOOD_NUM_ROUNDS = 128  # a pipeline of rounds cannot overlap about one of them
 _GOOD_NUM_READS = 16  # without an exchange: enough to keep several threads busy to the end
-_MAX_DEPTH = 4
+MAX_DEPTH = 4  # rounds in flight
 _MAX_NUM_OWN = 16  # chunks that a reader reads ahead of its window, in 1/8 of staging at most
 _OWN_PART = 8
 # The bytes that all readers together read ahead of the rounds, with several windows: as much as storage
@@ -166,8 +166,7 @@ _AHEAD_PART = 64
 _LEAST_ROUND_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of a plan; see `TransferPlan`."""
 
     chunk_bytes: int
@@ -209,9 +208,14 @@ class RoundSize:
 
     def each_bytes(self, chunk_bytes: int) -> int:
         """Returns the bytes to count for each slot."""
+        return slot_bytes(chunk_bytes + self.extra_bytes)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes to count for each slot beyond a chunk, since its bounds are moved to those of blocks."""
         if self.padded or not self.longest_block_bytes:
-            return self.own_bytes(chunk_bytes)
-        return slot_bytes(chunk_bytes + PAGE_BYTES)  # lengths that differ are rounded up one by one
+            return self.longest_block_bytes
+        return PAGE_BYTES  # lengths that differ are rounded up one by one
 
     @property
     def once_bytes(self) -> int:
@@ -248,12 +252,12 @@ def choose_sizes(
         OptionError: One round does not fit.
     """
     share_bytes = -(-total_bytes // num_readers)
-    spare = staging_bytes * size.num_sharing // _MAX_DEPTH - size.once_bytes
-    together = chunk_bytes or _good_chunk_bytes(share_bytes, size, spare)
+    spare = staging_bytes * size.num_sharing // MAX_DEPTH - size.once_bytes
+    together = chunk_bytes or _fitting_chunk_bytes(share_bytes, size, spare)
     together = _round_to_blocks(max(1, min(together, share_bytes)), size)
-    depth = min(_MAX_DEPTH, staging_bytes // size.part_bytes(together))
+    depth = min(MAX_DEPTH, staging_bytes // size.part_bytes(together))
     useful = _round_to_blocks(max(1, min(share_bytes, _least_useful(spare))), size)
-    if size.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == _MAX_DEPTH and together >= useful):
+    if size.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == MAX_DEPTH and together >= useful):
         _require_fit(depth, together, size, staging_bytes)
         return Sizes(together, 1, depth, 0)
     return _choose_windowed(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
@@ -269,7 +273,7 @@ def _choose_windowed(
 ) -> Sizes:
     """Chooses the sizes of a plan with several windows."""
     own_bytes = staging_bytes // _OWN_PART
-    spare = (staging_bytes - own_bytes) * size.num_sharing // _MAX_DEPTH - size.once_bytes
+    spare = (staging_bytes - own_bytes) * size.num_sharing // MAX_DEPTH - size.once_bytes
     spare = min(spare, max(total_bytes // _AHEAD_PART, _LEAST_ROUND_BYTES))
     share_bytes = -(-total_bytes // num_readers)
     if chunk_bytes is None:
@@ -284,9 +288,9 @@ def _choose_windowed(
     round_bytes = chunk_bytes * size.num_slots
     most_own = min(max(1, own_bytes // size.own_bytes(chunk_bytes)), _MAX_NUM_OWN)
     ahead = min(total_bytes // _AHEAD_PART, _MAX_AHEAD_BYTES) // round_bytes
-    ahead = min(max(ahead, _MAX_DEPTH), most_own * num_windows)
+    ahead = min(max(ahead, MAX_DEPTH), most_own * num_windows)
     own_bytes = -(-ahead // num_windows) * size.own_bytes(chunk_bytes)
-    depth = min(_MAX_DEPTH, (staging_bytes - own_bytes) // size.part_bytes(chunk_bytes))
+    depth = min(MAX_DEPTH, (staging_bytes - own_bytes) // size.part_bytes(chunk_bytes))
     _require_fit(depth, chunk_bytes, size, staging_bytes)
     return Sizes(chunk_bytes, num_windows, min(depth, ahead), ahead)
 
@@ -297,39 +301,47 @@ def _round_to_blocks(chunk_bytes: int, size: RoundSize) -> int:
     return max(1, chunk_bytes // longest) * longest if longest else chunk_bytes
 
 
-def _good_chunk_bytes(share_bytes: int, size: RoundSize, spare: int) -> int:
-    """Returns a length short enough for many rounds, long enough for storage, and within staging."""
-    num_rounds = _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS
+def good_chunk_bytes(share_bytes: int, num_rounds: int = _GOOD_NUM_ROUNDS) -> int:
+    """Returns a length short enough for many rounds, and long enough for storage."""
     for_overlap = round_up(-(-share_bytes // num_rounds), PAGE_BYTES)
-    other = size.nbytes(PAGE_BYTES) - size.once_bytes - size.num_slots * PAGE_BYTES
-    for_staging = (spare - other) // size.num_slots // PAGE_BYTES * PAGE_BYTES
-    return max(PAGE_BYTES, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))
+    return min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+
+
+def _fitting_chunk_bytes(share_bytes: int, size: RoundSize, spare: int) -> int:
+    """Returns a good length within staging."""
+    for_staging = _pages(spare // size.num_slots - round_up(size.extra_bytes, PAGE_BYTES))
+    good = good_chunk_bytes(share_bytes, _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS)
+    return max(PAGE_BYTES, min(good, for_staging))
 
 
 def _least_useful(spare: int) -> int:
     """Returns the least useful length of a chunk, given the bytes of a round."""
-    return min(max(spare // _LEAST_NUM_READERS // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES), _MIN_CHUNK_BYTES)
+    return min(max(_pages(spare // _LEAST_NUM_READERS), PAGE_BYTES), _MIN_CHUNK_BYTES)
 
 
 def _good_windowed_bytes(share_bytes: int, spare: int) -> int:
     """Returns about the length of chunks of which a round has many."""
-    for_many = spare // _GOOD_NUM_READERS // PAGE_BYTES * PAGE_BYTES
     for_overlap = round_up(-(-share_bytes // _GOOD_NUM_ROUNDS), PAGE_BYTES)
+    for_many = _pages(spare // _GOOD_NUM_READERS)
     return max(_least_useful(spare), min(for_overlap, for_many, _MAX_CHUNK_BYTES))
 
 
 def _even_chunk_bytes(share_bytes: int, at_most: int) -> int:
     """Returns the longest chunk, up to a length, of which all readers have equally many, but no tiny one."""
-    at_most = max(PAGE_BYTES, at_most // PAGE_BYTES * PAGE_BYTES)
+    at_most = max(PAGE_BYTES, _pages(at_most))
     if share_bytes <= at_most:
         return max(share_bytes, min(_LEAST_CHUNK_BYTES, at_most))
     return round_up(-(-share_bytes // -(-share_bytes // at_most)), PAGE_BYTES)
 
 
+def _pages(nbytes: int) -> int:
+    """Rounds down to complete pages."""
+    return nbytes // PAGE_BYTES * PAGE_BYTES
+
+
 def _require_fit(depth: int, chunk_bytes: int, size: RoundSize, staging_bytes: int) -> None:
-    if depth < (
-        2 if size.num_sharing > 1 else 1
-    ):  # shared memory takes one buffer more than rounds in flight
+    # Shared memory takes one buffer more than rounds in flight.
+    if depth < (2 if size.num_sharing > 1 else 1):
         longest = size.longest_block_bytes
         why = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
         raise OptionError(
@@ -694,7 +706,7 @@ def plan_transfer(
     num_readers, exchanges = len(readers), _exchanges(readers, recipients)
     few = RoundSize(min(num_readers, _FEW_READERS) if exchanges else 1, exchanges, longest, True, num_sharing)
     least_bytes = max(min(chunk_bytes or _LEAST_CHUNK_BYTES, -(-total_bytes // num_readers)), longest)
-    contiguous = contiguous and _MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
+    contiguous = contiguous and MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
     size = replace(few, num_slots=num_readers if exchanges else 1, padded=even_slots or contiguous)
     num_hosts = len({hosts[rank] for rank in readers}) if hosts else num_readers
     sizes = choose_sizes(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)

@@ -21,10 +21,10 @@ import xxhash
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
-from fastload.geometry.ranges import ByteRange, HasRange, join_adjacent
+from fastload.geometry.ranges import ByteRange, HasRange, join_adjacent, merged
 from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import Chunk
+from fastload.transfer.plan import MAX_DEPTH, Chunk, good_chunk_bytes
 
 
 class HeldRange(NamedTuple):
@@ -132,11 +132,7 @@ class Holders:
         return pools
 
 
-_MAX_CHUNK_BYTES = 8 << 20
-_MIN_CHUNK_BYTES = 1 << 20
-_LEAST_CHUNK_BYTES = 64 << 10
-_GOOD_NUM_ROUNDS = 128
-_MAX_DEPTH = 4
+_LEAST_CHUNK_BYTES = 64 << 10  # below, fewer rounds are in flight
 
 
 @dataclass(frozen=True)
@@ -198,13 +194,18 @@ class RoutedPlan:
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Ranks]]:
         """Yields (reader, recipients) of all messages that a rank may send or receive."""
-        readers: dict[int, set[int]] = defaultdict(set)
-        for share in self.shares:
-            readers[share.group].add(share.reader)
-        for group, of_group in readers.items():
+        for group, of_group in self.readers_of.items():
             for ranks in self.sharing.densities[group]:
                 for reader in sorted(of_group) if rank in ranks else sorted(of_group & {rank}):
                     yield reader, ranks
+
+    @cached_property
+    def readers_of(self) -> Mapping[int, set[int]]:
+        """The readers of each sharing group."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for share in self.shares:
+            found[share.group].add(share.reader)
+        return found
 
     @property
     def num_rounds(self) -> int:
@@ -300,9 +301,8 @@ def plan_routes(
         raise IncompleteCheckpoint("no rank has some of the requested bytes of the checkpoint")
     need = _RoundBytes(sharing, shares)
     if chunk_bytes is None:
-        for_overlap = round_up(sharing.total_bytes // len(readers) // _GOOD_NUM_ROUNDS, PAGE_BYTES)
-        good = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
-        chunk_bytes = need.fitting(good, staging_bytes)
+        share_bytes = -(-sharing.total_bytes // len(readers))
+        chunk_bytes = need.fitting(good_chunk_bytes(share_bytes), staging_bytes)
     sizes = need.sizes(chunk_bytes, staging_bytes)
     return RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, holders)
 
@@ -352,7 +352,7 @@ class _RoundBytes:
 
     def fitting(self, chunk_bytes: int, staging_bytes: int) -> int:
         """Returns the longest chunk, up to a length, of which several rounds fit, or else one."""
-        while chunk_bytes > _LEAST_CHUNK_BYTES and _MAX_DEPTH * self.bytes(chunk_bytes) > staging_bytes:
+        while chunk_bytes > _LEAST_CHUNK_BYTES and MAX_DEPTH * self.bytes(chunk_bytes) > staging_bytes:
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
         while chunk_bytes > PAGE_BYTES and self.bytes(chunk_bytes) > staging_bytes:
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
@@ -365,7 +365,7 @@ class _RoundBytes:
             OptionError: Not even one round fits.
         """
         buffer_bytes = self.bytes(chunk_bytes)
-        depth = min(_MAX_DEPTH, staging_bytes // buffer_bytes)
+        depth = min(MAX_DEPTH, staging_bytes // buffer_bytes)
         if depth < 1:
             blocks, num_readers = self._sharing.block_bytes, max(map(len, self._suppliers), default=0)
             why = f" (checksum blocks have {blocks}: verify=False reads without)" if blocks else ""
@@ -459,21 +459,13 @@ class RoutedView:
 
     def reads(self, index: int) -> list[ByteRange]:
         """Returns the byte ranges of files that this rank reads in a round, in order."""
-        byte_ranges: list[ByteRange] = []
-        start = 0
-        for tensor, begin, nbytes in self.tensor_ranges(index):
-            entry = self._plan.sharing.tensors[tensor]
-            byte_range = ByteRange(entry.file, entry.offset + begin, nbytes, start)
-            start += nbytes
-            last = byte_ranges[-1] if byte_ranges else None
-            if last is not None and (last.file, last.offset + last.nbytes) == (
-                byte_range.file,
-                byte_range.offset,
-            ):
-                byte_ranges[-1] = last._replace(nbytes=last.nbytes + nbytes)
-            else:
-                byte_ranges.append(byte_range)
-        return byte_ranges
+        tensors = self._plan.sharing.tensors
+        return list(
+            merged(
+                ByteRange(tensors[tensor].file, tensors[tensor].offset + begin, nbytes)
+                for tensor, begin, nbytes in self.tensor_ranges(index)
+            )
+        )
 
     def outgoing(self, index: int) -> list[Message]:
         """Returns the messages of this rank's chunk of a round."""

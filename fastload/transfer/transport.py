@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,20 +41,6 @@ class Delivery(NamedTuple):
     is_in_place: bool = False
 
 
-class Buffer(Protocol):
-    """A reusable buffer for the chunk and the messages of one round.
-
-    Attributes:
-        memory: Flat uint8, on the transport's device; valid once the transport is connected.
-    """
-
-    @property
-    def memory(self) -> Tensor: ...
-    def of(self, rank: int) -> Tensor:
-        """Returns the memory of the same buffer of another rank of this host."""
-        ...
-
-
 @dataclass(frozen=True)
 class Slots:
     """A buffer, or its beginning, cut into one slot per reader.
@@ -62,22 +48,28 @@ class Slots:
     Attributes:
         memory: All slots, flat uint8.
         each: The slot of each reader.
-        own: Host memory of this rank's chunk, to copy to its slot.
     """
 
     memory: Tensor
     each: dict[int, Tensor]
-    own: Tensor | None = None
 
 
-class FlatBuffer(NamedTuple):
-    """A buffer of this rank alone."""
+@dataclass(frozen=True)
+class OwnChunk:
+    """The chunk that this rank reads in a round.
 
-    memory: Tensor
+    Attributes:
+        byte_ranges: Its byte ranges, at least one.
+        memory: The host memory that it is read into, in flat uint8 pieces. Several pieces are in place, and
+            no other rank gets any of them.
+        is_in_place: Whether the memory is its destination.
+        is_ahead: Whether it is read ahead of its round.
+    """
 
-    def of(self, rank: int) -> Tensor:
-        """Returns its memory, whatever the rank."""
-        return self.memory
+    byte_ranges: Sequence[ByteRange]
+    memory: Sequence[Tensor]
+    is_in_place: bool = False
+    is_ahead: bool = False
 
 
 @dataclass
@@ -87,8 +79,7 @@ class Round:
     Attributes:
         index: Number of the round, over all plans of a load.
         readers: The ranks that read a chunk in it.
-        byte_ranges: The byte ranges of this rank's chunk.
-        buffers: Host memory that this rank's chunk is read into, in pieces.
+        own: This rank's chunk; None if it has none.
         outgoing: The messages of this rank's chunk, with their routes.
         packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
@@ -105,8 +96,7 @@ class Round:
 
     index: int
     readers: Collection[int] = ()
-    byte_ranges: Sequence[ByteRange] = ()
-    buffers: Sequence[Tensor] = ()
+    own: OwnChunk | None = None
     outgoing: Sequence[tuple[Message, Route]] = ()
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
@@ -150,6 +140,7 @@ class Transport:
         self.watch = Stopwatch()
         self._rank = rank
         self._pinned = pinned
+        self._buffers: list[Tensor] = []
 
     @property
     def shares_memory(self) -> bool:
@@ -165,9 +156,21 @@ class Transport:
         """Returns the route of a message."""
         return Route(self._rank)
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocates a buffer."""
-        return FlatBuffer(self.allocate_own(nbytes))
+    def allocate(self, nbytes: int) -> None:
+        """Allocates one more buffer, for the chunk and the messages of one round at a time."""
+        self._buffers.append(self.allocate_own(nbytes))
+
+    def buffer(self, number: int, rank: int) -> Tensor:
+        """Returns a buffer of this rank, or of another one of this host, once they are connected.
+
+        Args:
+            number: Number of the buffer.
+            rank: The rank.
+
+        Returns:
+            Flat uint8, on the transport's device.
+        """
+        return self._buffers[number]
 
     def allocate_own(self, nbytes: int) -> Tensor:
         """Allocates host memory for a chunk that this rank does not read into the buffer of its round."""
@@ -212,7 +215,8 @@ class Transport:
         """Waits until the memory of a round may be overwritten; arguments and errors as for `wait`."""
 
     def close(self) -> None:
-        """Ends the transport; rounds that have not ended are abandoned."""
+        """Ends the transport; rounds that have not ended are abandoned, and keep their memory alive."""
+        self._buffers.clear()
 
 
 def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:

@@ -215,15 +215,15 @@ def test_staging_is_enough_for_all_that_is_packed_and_received(
 ) -> None:
     tensor = write_rows(tmp_path, rank, 2048)
     besides: list[int] = []
-    take = buffers._BufferRoom.take
+    take = buffers._RoundBuffer.take
 
-    def taken(room: buffers._BufferRoom, nbytes: int, **how: bool) -> torch.Tensor:
+    def taken(room: buffers._RoundBuffer, nbytes: int, **how: bool) -> torch.Tensor:
         found = take(room, nbytes, **how)
         if found.untyped_storage().data_ptr() != room.memory.untyped_storage().data_ptr():
             besides.append(nbytes)
         return found
 
-    monkeypatch.setattr(buffers._BufferRoom, "take", taken)
+    monkeypatch.setattr(buffers._RoundBuffer, "take", taken)
     staging_bytes = 4 << 20
     options = fastload.LoadOptions(strategy="allgather", staging_bytes=staging_bytes, timeout_s=20)
     with fastload.open(tmp_path, options=options) as opened:

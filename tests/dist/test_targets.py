@@ -511,11 +511,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def test_each_rank_may_bring_names_of_its_own(rank: int, world: int, tmp_path: Path) -> None:
     fastload.save({"a": numbered(2), "b": numbered(3), "c": numbered(4), "epoch": 7}, tmp_path / "c")
     found = matched(tmp_path / "c", {"a": torch.zeros(2)} if rank == 0 else {})
-    assert found.surplus == (("b", "c", "epoch") if rank == 0 else ("a", "b", "c", "epoch"))
-    found.raise_unexpected("", ())
+    assert found.surplus.names == (("b", "c", "epoch") if rank == 0 else ("a", "b", "c", "epoch"))
+    found.surplus.raise_unwanted("", ())
     with pytest.raises(MismatchError, match="unexpected in the checkpoint: b\n") as error:
-        found.raise_unexpected("", ["b", "epoch"])
+        found.surplus.raise_unwanted("", ["b", "epoch"])
     assert error.value.unexpected == ("b", "epoch")
-    assert not matched(tmp_path / "c", {}, strict=False).surplus
+    assert not matched(tmp_path / "c", {}, strict=False).surplus.names
     with pytest.raises(MismatchError, match="missing in the checkpoint: d"):
         matched(tmp_path / "c", {"d": torch.zeros(2)})

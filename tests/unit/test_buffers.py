@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from hypothesis import given, settings
@@ -13,29 +12,20 @@ from torch import Tensor
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.ranges import ByteRange
 from fastload.loading.targets import Destination, TensorWriter
-from fastload.transfer.buffers import Buffers, OwnChunk, Plan
+from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.messages import Message, Route, Routing, sharing_domains
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.transport import FlatBuffer, LocalTransport, Round
+from fastload.transfer.transport import LocalTransport, OwnChunk, Round
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of
 
 _LENGTHS = (30_000, 5, 0, 17_001, 4096, 9_001)
 
 
-class Part(FlatBuffer):
-    """The part of a rank of a buffer that the ranks of its host share."""
-
-    host: dict[int, FlatBuffer]
-
-    def of(self, rank: int) -> Tensor:
-        return self.host[rank].memory
-
-
 class InProcess(LocalTransport):
     """Between ranks in one process: knows routes and shares memory; the test carries the messages."""
 
-    def __init__(self, rank: int, routing: Routing, shared: list[dict[int, FlatBuffer]], device: str) -> None:
+    def __init__(self, rank: int, routing: Routing, shared: list[dict[int, Tensor]], device: str) -> None:
         super().__init__(rank, pinned=False)
         self.device = torch.device(device)
         self._routing = routing
@@ -51,15 +41,15 @@ class InProcess(LocalTransport):
             return super().route(message)
         return self._routing.route(message.reader, message.ranks)
 
-    def allocate(self, nbytes: int) -> FlatBuffer:
+    def allocate(self, nbytes: int) -> None:
         memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
-        part = Part(memory[-memory.data_ptr() % 8 :][: nbytes // 8 * 8])
         if self._num_buffers == len(self._shared):
             self._shared.append({})
-        part.host = self._shared[self._num_buffers]
-        part.host[self._rank] = part
+        self._shared[self._num_buffers][self._rank] = memory[-memory.data_ptr() % 8 :][: nbytes // 8 * 8]
         self._num_buffers += 1
-        return part
+
+    def buffer(self, number: int, rank: int) -> Tensor:
+        return self._shared[number][rank]
 
 
 class OneRank:
@@ -80,15 +70,17 @@ class OneRank:
             end = index + self._plan.ahead
             for later in self._plan.rounds_of(self.rank, self._next, end):
                 own = self._buffers.prepare_ahead(self._plan, later)
-                self._read(own.byte_ranges, [own.data])
-                self._ahead.append((later, own))
+                if own is not None:
+                    self._read(own)
+                    self._ahead.append((later, own))
             self._next = end
         read_ahead = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
         work = self._buffers.prepare(self._plan, index, index, read_ahead)
-        if read_ahead is None and work.byte_ranges:
-            self._read(work.byte_ranges, work.buffers)
-        if work.slots is not None and work.slots.own is not None:
-            work.slots.each[self.rank].copy_(work.slots.own)
+        if read_ahead is None and work.own is not None:
+            self._read(work.own)
+        if work.slots is not None and work.own is not None:
+            (chunk,) = work.own.memory
+            work.slots.each[self.rank][: len(chunk)].copy_(chunk)
         self._buffers.pack(work)
         return work
 
@@ -100,9 +92,9 @@ class OneRank:
                 self._writer.place(start, data)
         return sum(arrival.nbytes for arrival in arrivals)
 
-    def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[Tensor]) -> None:
-        data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in byte_ranges])
-        for buffer, part in zip(buffers, data.split([len(buffer) for buffer in buffers]), strict=True):
+    def _read(self, own: OwnChunk) -> None:
+        data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in own.byte_ranges])
+        for buffer, part in zip(own.memory, data.split([len(piece) for piece in own.memory]), strict=True):
             buffer.copy_(part)
 
 
@@ -112,7 +104,7 @@ def run(
     """Moves all rounds; returns how many bytes were placed on each rank."""
     everyone = range(len(machines))
     domains = sharing_domains(machines, plan.groups)
-    shared: dict[object, list[dict[int, FlatBuffer]]] = {domain: [] for domain in domains}
+    shared: dict[object, list[dict[int, Tensor]]] = {domain: [] for domain in domains}
     members = []
     for rank in everyone:
         transport = InProcess(rank, Routing(rank, everyone, domains), shared[domains[rank]], device)

@@ -30,7 +30,7 @@ def run(
     checkpoint: Manifest, into: Any = None, names: Any = None, dtype: Any = None, strict: bool = True
 ) -> Match:
     found = LoadRequest(into, None, dtype, names, strict).match(checkpoint)
-    found.raise_unexpected(checkpoint.url, found.surplus)
+    found.surplus.raise_unwanted(checkpoint.url, found.surplus.names)
     return found
 
 
