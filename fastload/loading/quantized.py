@@ -407,29 +407,30 @@ class Dequantizer:
         self._arrivals = _Arrivals(self.parts[0].memory.nbytes, scale_bytes)
         self._chunks = self._cut()
         self._next = next(self._chunks, None)
-        self._lock = Lock()
+        self._taking = Lock()
 
     def count(self, entry: TensorEntry, begin: int | None, nbytes: int) -> int:
         """Notes bytes of a part that have arrived; returns about how many chunks can be dequantised now.
+
+        One thread at a time may call it. It does not wait for threads that dequantise.
 
         Args:
             entry: The tensor in the checkpoint.
             begin: The first byte in the memory of the part; None if they are not adjacent there.
             nbytes: Length in bytes.
         """
-        with self._lock:
-            if entry is self.parts[0].entry:
-                self._arrivals.add(begin, nbytes)
-            else:
-                self._arrivals.add_scale(nbytes)
-            if not self._is_ready(self._next):
-                return 0
-            return 1 + (self._arrivals.usable_bytes - self._next.end_byte) // self._next.nbytes
+        if entry is self.parts[0].entry:
+            self._arrivals.add(begin, nbytes)
+        else:
+            self._arrivals.add_scale(nbytes)
+        chunk = self._next
+        if not self._is_ready(chunk):
+            return 0
+        return 1 + (self._arrivals.usable_bytes - chunk.end_byte) // chunk.nbytes
 
     def finish(self) -> None:
         """Dequantises the rest, all of which has arrived."""
-        with self._lock:
-            self._arrivals.add_rest()
+        self._arrivals.add_rest()
         self.run()
 
     @torch.no_grad()
@@ -443,7 +444,7 @@ class Dequantizer:
         decoder: _Decoder | None = None
         with one_torch_thread(), torch.inference_mode() if is_inference else nullcontext():
             while True:
-                with self._lock:
+                with self._taking:
                     chunk = self._next
                     if not self._is_ready(chunk):
                         return
