@@ -405,7 +405,8 @@ class Dequantizer:
             self.parts.append(_part(weight.factor, whole, None, tensor.device))
         scale_bytes = sum(part.memory.nbytes for part in self.parts[1:])
         self._arrivals = _Arrivals(self.parts[0].memory.nbytes, scale_bytes)
-        self._chunks = self._cut()
+        step = values.sizes[len(lead)] if weight.is_transposed else _rows_at_once(tensor)
+        self._chunks = _cut(self.parts[0].memory, len(lead), step, self._row % rows_of_block, rows_of_block)
         self._next = next(self._chunks, None)
         self._taking = Lock()
 
@@ -456,24 +457,6 @@ class Dequantizer:
 
     def _is_ready(self, chunk: _Chunk | None) -> TypeGuard[_Chunk]:
         return chunk is not None and chunk.end_byte <= self._arrivals.usable_bytes
-
-    def _cut(self) -> Iterator[_Chunk]:
-        """Yields all chunks in the order of their bytes, each within one row of blocks."""
-        values, rows_of_block = self.parts[0].memory, self._weight.block[0]
-        lead, num_rows = values.shape[: self._tensor.dim() - 2], values.shape[self._tensor.dim() - 2]
-        row_bytes = values.nbytes // max(1, prod(lead) * num_rows)
-        step = num_rows if self._weight.is_transposed else _rows_at_once(self._tensor)
-        end_byte = 0
-        for matrix in product(*map(range, lead)) if values.nbytes else ():
-            end = 0
-            while end < num_rows:
-                begin, end = end, min(num_rows, end + step)
-                if rows_of_block > 1:
-                    block = (self._row + begin) // rows_of_block
-                    end = min(end, (block + 1) * rows_of_block - self._row)
-                nbytes = (end - begin) * row_bytes
-                end_byte += nbytes
-                yield _Chunk(matrix, begin, end, nbytes, end_byte)
 
     def _decoder(self, values: Tensor) -> _Decoder:
         """Returns a decoder for chunks of a matrix, or of another one of its shape."""
@@ -539,6 +522,29 @@ class Dequantizer:
         factor = self.parts[2].memory.view(-1)
         is_inverse = weight.factor.name.endswith("_global_scale")
         return (scale.to(torch.bfloat16) / factor if is_inverse else scale.float() * factor.float()).float()
+
+
+def _cut(values: Tensor, num_leading: int, step: int, row: int, rows_of_block: int) -> Iterator[_Chunk]:
+    """Yields all chunks in the order of their bytes, each within one row of blocks.
+
+    Args:
+        values: The elements.
+        num_leading: Number of dimensions before the rows.
+        step: The most rows of a chunk.
+        row: The first row, counted from the first one of its blocks.
+        rows_of_block: Rows of a block.
+    """
+    lead, num_rows = values.shape[:num_leading], values.shape[num_leading]
+    row_bytes, end_byte = values.nbytes // max(1, prod(lead) * num_rows), 0
+    for matrix in product(*map(range, lead)) if values.nbytes else ():
+        end = 0
+        while end < num_rows:
+            begin, end = end, min(num_rows, end + step)
+            if rows_of_block > 1:
+                end = min(end, ((row + begin) // rows_of_block + 1) * rows_of_block - row)
+            nbytes = (end - begin) * row_bytes
+            end_byte += nbytes
+            yield _Chunk(matrix, begin, end, nbytes, end_byte)
 
 
 def _rows_at_once(target: Tensor) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import itertools
 import json
 import random
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -502,6 +505,31 @@ def test_others_read_what_a_rank_cannot(
         assert checkpoint.report is not None
         assert "stopped reading" in checkpoint.report.ranks[1].note
     assert_same_bits({name: each.full_tensor() for name, each in into.items()}, expected)
+
+
+def test_a_failed_load_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, in the midst of a weight."""
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 1000)
+    made = deepseek(torch.bfloat16)
+    write(tmp_path, made.tensors, made.config)
+    options = replace(OPTIONS, chunk_bytes=10_000, retries=0, io="buffered")
+    into = {name: torch.zeros_like(each) for name, each in made.weights.items()}
+    memory = [weakref.ref(each.untyped_storage()) for each in into.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        with fastload.open(tmp_path, options=options) as checkpoint:
+            truncate(tmp_path, 0.6)
+            with contextlib.suppress(fastload.FastloadError):
+                checkpoint.load(into=into, dtype="bfloat16")
+                pytest.fail("it loads a file that was cut")
+        del into
+        until = time.monotonic() + 20
+        while kept := [each for each in memory if each() is not None]:
+            assert time.monotonic() < until, f"{len(kept)} of {len(memory)} are kept"
+            time.sleep(0.05)
+    finally:
+        gc.enable()
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], None]:
