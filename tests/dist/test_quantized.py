@@ -408,6 +408,27 @@ def test_the_first_rows_do_not_wait_for_the_last(
     assert_same_bits(arriving.targets, arriving.expected)
 
 
+@ranks(2, accelerator=True)
+def test_devices_get_them(rank: int, world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for number, kind in enumerate(("fp8 of DeepSeek", "fp8 by group", "nvfp4", "mxfp4", "mxfp4 of gpt-oss")):
+        if importlib.util.find_spec("compressed_tensors") is None and kind in (
+            "fp8 by group",
+            "nvfp4",
+            "mxfp4",
+        ):
+            continue
+        made, folder = KINDS.get(kind, deepseek)(torch.bfloat16), tmp_path / str(number)
+        if rank == 0:
+            write(folder, made.tensors, made.config)
+        torch.distributed.barrier()
+        for dtype in ("bfloat16", "float32"):
+            expected = fastload.load(folder, dtype=dtype, options=OPTIONS)
+            found = fastload.load(folder, dtype=dtype, device="emu", options=OPTIONS)
+            assert {each.device.type for each in found.values()} == {"emu"}
+            assert_same_bits({name: each.cpu() for name, each in found.items()}, expected)
+
+
 MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "fsdp": ((4,), [Shard(0)]),
     "columns": ((4,), [Shard(1)]),
