@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from itertools import product
 from math import prod
 from threading import Lock
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ _SCALES = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale"
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
+_FLOAT16_BIAS = 1 << 8  # of the exponent, in comparison with FP8 of 4 bits
+_WORD_BYTES = 8
+_EACH_BYTE = 0x0101010101010101
 _CHUNK_ELEMENTS = 1 << 19  # on CPUs: many elements a call, yet in the last level of the cache
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
 
@@ -402,31 +405,33 @@ class Dequantizer:
             self.parts.append(_part(weight.factor, whole, None, tensor.device))
         scale_bytes = sum(part.memory.nbytes for part in self.parts[1:])
         self._arrivals = _Arrivals(self.parts[0].memory.nbytes, scale_bytes)
-        self._chunks = self._cut()
+        step = values.sizes[len(lead)] if weight.is_transposed else _rows_at_once(tensor)
+        self._chunks = _cut(self.parts[0].memory, len(lead), step, self._row % rows_of_block, rows_of_block)
         self._next = next(self._chunks, None)
-        self._lock = Lock()
+        self._taking = Lock()
 
     def count(self, entry: TensorEntry, begin: int | None, nbytes: int) -> int:
         """Notes bytes of a part that have arrived; returns about how many chunks can be dequantised now.
+
+        One thread at a time may call it. It does not wait for threads that dequantise.
 
         Args:
             entry: The tensor in the checkpoint.
             begin: The first byte in the memory of the part; None if they are not adjacent there.
             nbytes: Length in bytes.
         """
-        with self._lock:
-            if entry is self.parts[0].entry:
-                self._arrivals.add(begin, nbytes)
-            else:
-                self._arrivals.add_scale(nbytes)
-            if not self._is_ready(self._next):
-                return 0
-            return 1 + (self._arrivals.usable_bytes - self._next.end_byte) // self._next.nbytes
+        if entry is self.parts[0].entry:
+            self._arrivals.add(begin, nbytes)
+        else:
+            self._arrivals.add_scale(nbytes)
+        chunk = self._next
+        if not self._is_ready(chunk):
+            return 0
+        return 1 + (self._arrivals.usable_bytes - chunk.end_byte) // chunk.nbytes
 
     def finish(self) -> None:
         """Dequantises the rest, all of which has arrived."""
-        with self._lock:
-            self._arrivals.add_rest()
+        self._arrivals.add_rest()
         self.run()
 
     @torch.no_grad()
@@ -437,10 +442,10 @@ class Dequantizer:
             MemoryError: There is not enough for a chunk.
         """
         is_inference = self._tensor.is_inference()
-        decoder: _RowDecoder | _TransposedDecoder | None = None
+        decoder: _Decoder | None = None
         with one_torch_thread(), torch.inference_mode() if is_inference else nullcontext():
             while True:
-                with self._lock:
+                with self._taking:
                     chunk = self._next
                     if not self._is_ready(chunk):
                         return
@@ -453,54 +458,56 @@ class Dequantizer:
     def _is_ready(self, chunk: _Chunk | None) -> TypeGuard[_Chunk]:
         return chunk is not None and chunk.end_byte <= self._arrivals.usable_bytes
 
-    def _cut(self) -> Iterator[_Chunk]:
-        """Yields all chunks in the order of their bytes, each within one row of blocks."""
-        values, rows_of_block = self.parts[0].memory, self._weight.block[0]
-        lead, num_rows = values.shape[: self._tensor.dim() - 2], values.shape[self._tensor.dim() - 2]
-        row_bytes = values.nbytes // max(1, prod(lead) * num_rows)
-        step = num_rows if self._weight.is_transposed else _rows_at_once(self._tensor)
-        end_byte = 0
-        for index in product(*map(range, lead)) if values.nbytes else ():
-            end = 0
-            while end < num_rows:
-                begin, end = end, min(num_rows, end + step)
-                if rows_of_block > 1:
-                    block = (self._row + begin) // rows_of_block
-                    end = min(end, (block + 1) * rows_of_block - self._row)
-                nbytes = (end - begin) * row_bytes
-                end_byte += nbytes
-                yield _Chunk(index, begin, end, nbytes, end_byte)
-
-    def _decoder(self, values: Tensor) -> _RowDecoder | _TransposedDecoder:
+    def _decoder(self, values: Tensor) -> _Decoder:
+        """Returns a decoder for chunks of a matrix, or of another one of its shape."""
         if self._weight.is_transposed:
-            return _TransposedDecoder(self._weight, values)
-        return _RowDecoder(self._weight, values, min(len(values), _rows_at_once(self._tensor)))
+            return _TransposedFp4Decoder(values, self._weight.block[1] // 2, self._products)
+        most_rows = min(len(values), _rows_at_once(self._tensor))
+        if self._weight.is_packed:
+            return _Fp4Decoder(values, most_rows, self._weight.block[1] // 2, self._products)
+        return _Fp8Decoder(values, most_rows, self._weight, self._scales[1])
 
-    def _write(self, decoder: _RowDecoder | _TransposedDecoder, chunk: _Chunk) -> None:
+    def _write(self, decoder: _Decoder, chunk: _Chunk) -> None:
         target = self._tensor[chunk.matrix]
         if not self._weight.is_transposed:
             target = target[chunk.begin : chunk.end]
         decoder.write(target, self._scale(chunk), self._skipped)
 
     def _scale(self, chunk: _Chunk) -> Tensor:
-        """Returns the scales of a chunk as the decoder takes them, by row and column of the block."""
+        """Returns the scales of a chunk; see `_Decoder.write`."""
+        scales, _ = self._scales
+        if scales.dim() > 2:
+            scales = scales[chunk.matrix]
+        if scales.shape[0] == 1:
+            return scales
+        rows_of_block = self._weight.block[0]
+        first = (self._row + chunk.begin) // rows_of_block - self._row // rows_of_block
+        return scales[first : first + -(-(chunk.end - chunk.begin) // rows_of_block)]
+
+    @cached_property
+    def _scales(self) -> tuple[Tensor, int]:
+        """All scales, and the factor of elements that those of FP8 do not include."""
         stored = self.parts[1].memory
         if stored.numel() == 1:
             stored = stored.view(1, 1)
         elif stored.dim() == 1:
             stored = stored.unsqueeze(1)
-        elif stored.dim() > 2:
-            stored = stored[chunk.matrix]
-        if len(stored) > 1:
-            rows_of_block = self._weight.block[0]
-            first = (self._row + chunk.begin) // rows_of_block - self._row // rows_of_block
-            stored = stored[first : first + -(-(chunk.end - chunk.begin) // rows_of_block)]
-        if stored.element_size() > 1:
-            return stored.float()
-        codes = stored.view(torch.uint8).to(torch.int32)
+        if self._weight.is_packed:
+            return stored.view(torch.uint8), 1
+        if stored.element_size() == 1:
+            codes = stored.view(torch.uint8).to(torch.int32).view(-1)
+            stored = torch.index_select(self._every_scale, 0, codes).view(stored.shape)
+        scales, factor = stored.float(), _Fp8Decoder.factor(self.parts[0].memory)
+        larger = scales * factor  # exact, unless it is out of range
+        return (scales, factor) if larger.isinf().any() else (larger, 1)
+
+    @cached_property
+    def _products(self) -> Tensor:
+        """The table that FP4 is looked up in."""
+        device = self._tensor.device
         if self._weight.is_mxfp4:
-            return codes.mul_(256)
-        return torch.index_select(self._every_scale, 0, codes.view(-1)).view(codes.shape)
+            return _mxfp4_products(device)
+        return _products(torch.tensor(_FP4, dtype=torch.float32, device=device), self._every_scale)
 
     @cached_property
     def _every_scale(self) -> Tensor:
@@ -517,6 +524,29 @@ class Dequantizer:
         return (scale.to(torch.bfloat16) / factor if is_inverse else scale.float() * factor.float()).float()
 
 
+def _cut(values: Tensor, num_leading: int, step: int, row: int, rows_of_block: int) -> Iterator[_Chunk]:
+    """Yields all chunks in the order of their bytes, each within one row of blocks.
+
+    Args:
+        values: The elements.
+        num_leading: Number of dimensions before the rows.
+        step: The most rows of a chunk.
+        row: The first row, counted from the first one of its blocks.
+        rows_of_block: Rows of a block.
+    """
+    lead, num_rows = values.shape[:num_leading], values.shape[num_leading]
+    row_bytes, end_byte = values.nbytes // max(1, prod(lead) * num_rows), 0
+    for matrix in product(*map(range, lead)) if values.nbytes else ():
+        end = 0
+        while end < num_rows:
+            begin, end = end, min(num_rows, end + step)
+            if rows_of_block > 1:
+                end = min(end, ((row + begin) // rows_of_block + 1) * rows_of_block - row)
+            nbytes = (end - begin) * row_bytes
+            end_byte += nbytes
+            yield _Chunk(matrix, begin, end, nbytes, end_byte)
+
+
 def _rows_at_once(target: Tensor) -> int:
     """Returns the rows of a chunk, at least 1."""
     num_rows, num_columns = target.shape[-2:]
@@ -524,132 +554,184 @@ def _rows_at_once(target: Tensor) -> int:
     return max(1, min(num_rows, elements // max(1, num_columns)))
 
 
-class _RowDecoder:
-    """Dequantises rows of FP8 and packed FP4 by table, one or two bytes at once, reusing its memory.
-
-    The elements become float32; those of MXFP4 bfloat16, since its table has the products with all scales.
-
-    Args:
-        weight: The weight.
-        values: All rows of a matrix; contiguous if they are not packed.
-        most_rows: The most rows that are decoded at once.
-    """
-
-    def __init__(self, weight: QuantizedWeight, values: Tensor, most_rows: int) -> None:
-        (_, num_columns), device, is_packed = values.shape, values.device, weight.is_packed
-        self._weight, self._table = weight, None
-        dtype = torch.bfloat16 if weight.is_mxfp4 else torch.float32
-        self._rows = allocate((most_rows, num_columns * (1 + is_packed)), dtype, device)
-        if device.type != "cpu" and not is_packed:
-            return
-        width = 1
-        if is_packed:
-            self._table = _mxfp4_table(device) if weight.is_mxfp4 else _fp4_table(device)
-        elif num_columns % 2 or values.storage_offset() % 2:
-            self._table = _fp8_table(values.dtype, 1)
-        else:
-            self._table, width = _fp8_table(values.dtype, 2), 2
-        self._code_dtype = torch.uint8 if width == 1 else torch.uint16
-        self._codes = allocate((most_rows, num_columns // width), torch.int32, device)
+class _Decoder(Protocol):
+    """Dequantises chunks of one shape at most, one after the other, reusing its memory."""
 
     def take(self, values: Tensor) -> None:
-        """Copies the rows to decode."""
-        if self._table is None:
-            self._rows[: len(values)].copy_(values)
-        else:
-            self._codes[: len(values)].copy_(values.view(self._code_dtype))
+        """Copies stored rows of a matrix, in flat bytes if they are packed."""
+        ...
 
     def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
-        """Dequantises the rows taken last.
+        """Dequantises what was taken last.
 
         Args:
-            target: The rows to fill.
-            scale: Their scales.
-            skipped: Columns of the first block that the target does not have.
+            target: The elements to fill.
+            scale: Its scales, by row and column of the block: in float32, or as stored for FP4.
+            skipped: Elements of the first block that the target does not have.
         """
-        weight, rows, (num_rows, num_columns) = self._weight, self._rows[: len(target)], target.shape
-        columns_of_block, needed = weight.block[1], slice(skipped, skipped + num_columns)
-        if self._table is not None:
-            codes = self._codes[:num_rows]
-            if weight.is_mxfp4:
-                codes.unflatten(1, (-1, columns_of_block // 2)).add_(scale.unsqueeze(-1))
-            torch.index_select(self._table, 0, codes.view(-1), out=rows.view(self._table.dtype).view(-1))
-        if not weight.is_packed:
-            if scale.shape[1] > 1:
-                scale = scale.repeat_interleave(columns_of_block, 1)[:, needed]
-            rows.mul_(scale)
-        else:
-            if not weight.is_mxfp4:
-                rows.unflatten(1, (-1, columns_of_block)).mul_(scale.unsqueeze(-1))
-            rows = rows[:, needed]
-        target.copy_(rows if weight.is_direct(target.dtype) else rows.to(DTYPES[weight.dtype][1]))
+        ...
 
 
-class _TransposedDecoder:
-    """Dequantises packed MXFP4 into columns of the target, reusing its memory.
+class _Fp8Decoder:
+    """Dequantises FP8, on CPUs by way of the float16 of the same sign, exponent and mantissa.
 
     Args:
+        values: All rows of a matrix.
+        most_rows: The most rows that are decoded at once.
         weight: The weight.
-        values: All rows of a matrix, in bytes.
+        factor: What to multiply the elements by, besides the scale.
     """
 
-    def __init__(self, weight: QuantizedWeight, values: Tensor) -> None:
-        num_columns, num_bytes = values.shape
-        self._block_bytes = weight.block[1] // 2
-        # Bytes are transposed rather than elements, which are four times as long.
-        self._bytes = allocate((num_bytes, num_columns), torch.uint8, values.device)
-        most_elements = _CHUNK_ELEMENTS if values.is_cpu else _DEVICE_CHUNK_ELEMENTS
-        step = max(1, min(num_bytes, most_elements // (2 * num_columns)) // self._block_bytes)
-        shape = step, self._block_bytes, num_columns
-        self._codes, self._pairs = (allocate(shape, torch.int32, values.device) for _ in range(2))
-        self._elements = allocate((step, self._block_bytes, 2, num_columns), torch.int16, values.device)
+    def __init__(self, values: Tensor, most_rows: int, weight: QuantizedWeight, factor: int) -> None:
+        shape = most_rows, values.shape[1]
+        self._weight = weight
+        self._factor = factor
+        self._rows = allocate(shape, torch.float32, values.device)
+        self._codes = allocate(shape, torch.int16, values.device) if values.is_cpu else None
+        self._has_nan = False
+
+    @staticmethod
+    def factor(values: Tensor) -> int:
+        """Returns the quotient of elements and the numbers that they are decoded to."""
+        return _FLOAT16_BIAS if values.is_cpu and values.dtype == torch.float8_e4m3fn else 1
 
     def take(self, values: Tensor) -> None:
-        """Copies the matrix to decode."""
-        self._bytes.copy_(values.t())
+        if self._codes is None:
+            self._rows[: values.shape[0]].copy_(values)
+            return
+        signed = values.view(torch.int8)
+        self._codes[: values.shape[0]].copy_(signed)
+        if values.dtype == torch.float8_e4m3fn:
+            self._has_nan = signed.max().item() == 0x7F or values.view(torch.uint8).max().item() == 0xFF
 
     def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
-        """Dequantises the matrix taken last, some complete blocks at a time; as `_RowDecoder.write`."""
-        blocks = self._bytes.unflatten(0, (-1, self._block_bytes))
-        scales = scale.t().contiguous().unsqueeze(1)
-        table, step, end = _mxfp4_table(target.device), len(self._codes), 0
+        num_rows, num_columns = target.shape
+        rows = self._rows[:num_rows]
+        if self._codes is not None:
+            self._convert(self._codes[:num_rows], rows)
+        if self._factor != 1:
+            rows.mul_(self._factor)
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(self._weight.block[1], 1)[:, skipped : skipped + num_columns]
+        rows.mul_(scale)
+        target.copy_(rows if self._weight.is_direct(target.dtype) else rows.to(DTYPES[self._weight.dtype][1]))
+
+    def _convert(self, codes: Tensor, rows: Tensor) -> None:
+        """Converts sign-extended bytes to float32, less the factor."""
+        if self._weight.values.dtype == "F8_E5M2":
+            rows.copy_(codes.mul_(1 << 8).view(torch.float16))
+            return
+        # Without the copy of the sign in the first bit of the exponent.
+        rows.copy_(codes.mul_(1 << 7).bitwise_and_(~(1 << 14)).view(torch.float16))
+        if self._has_nan:
+            for code, nan in zip((1.875, -1.875), _e4m3_nans(), strict=True):
+                rows.masked_fill_(rows == code, nan)
+
+
+class _Fp4Decoder:
+    """Dequantises packed FP4: the scale and a byte are looked up together, and give two elements.
+
+    Args:
+        values: All rows of a matrix, in bytes.
+        most_rows: The most rows that are decoded at once.
+        block_bytes: Length of a block.
+        products: The table; see `_products`.
+    """
+
+    def __init__(self, values: Tensor, most_rows: int, block_bytes: int, products: Tensor) -> None:
+        shape = most_rows, values.shape[1]
+        self._block_bytes = block_bytes
+        self._products = products
+        self._codes, self._pairs = (allocate(shape, torch.int32, values.device) for _ in range(2))
+
+    def take(self, values: Tensor) -> None:
+        self._codes[: len(values)].copy_(values)
+
+    def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
+        num_rows, num_columns = target.shape
+        codes, pairs = self._codes[:num_rows], self._pairs[:num_rows]
+        if self._block_bytes == _WORD_BYTES:  # torch is slow for so few elements with one scale
+            codes.add_(scale.to(torch.int64).mul_(_EACH_BYTE).view(torch.uint8), alpha=256)
+        else:
+            codes.unflatten(1, (-1, self._block_bytes)).add_(scale.to(torch.int32).unsqueeze(-1), alpha=256)
+        is_complete = _has_pairs(target) and num_columns == 2 * codes.shape[1]
+        if is_complete:
+            pairs = target.view(torch.int32)
+        torch.index_select(self._products, 0, codes.view(-1), out=pairs.view(-1))
+        if not is_complete:
+            target.copy_(pairs.view(torch.bfloat16)[:, skipped : skipped + num_columns])
+
+
+class _TransposedFp4Decoder:
+    """Dequantises packed FP4 into columns of the target, a matrix at once.
+
+    Args:
+        values: All rows of a matrix, in bytes.
+        block_bytes: Length of a block.
+        products: The table; see `_products`.
+    """
+
+    def __init__(self, values: Tensor, block_bytes: int, products: Tensor) -> None:
+        (num_columns, num_bytes), device = values.shape, values.device
+        self._products = products
+        # Words of four bytes are transposed as fast as bytes.
+        self._width = 1 if block_bytes % 4 or values.storage_offset() % 4 else 4
+        self._words = allocate((num_bytes // self._width, num_columns), torch.int32, device)
+        most_elements = _CHUNK_ELEMENTS if values.is_cpu else _DEVICE_CHUNK_ELEMENTS
+        step = max(1, min(num_bytes, most_elements * self._width // (2 * num_columns)) // block_bytes)
+        shape = step, block_bytes // self._width, num_columns
+        self._codes, self._pairs = (allocate(shape, torch.int32, device) for _ in range(2))
+        self._elements = allocate((*shape[:2], self._width, 2, num_columns), torch.int16, device)
+
+    def take(self, values: Tensor) -> None:
+        self._words.copy_(values.view(torch.uint8 if self._width == 1 else torch.int32).t())
+
+    def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
+        scales = scale.t().contiguous().to(torch.int32).mul_(256).unsqueeze(1)
+        blocks, step, end = self._words.unflatten(0, (len(scales), -1)), len(self._codes), 0
+        is_complete = _has_pairs(target) and len(target) == 2 * self._width * len(self._words)
         for first in range(0, len(blocks), step):
-            num_blocks = min(step, len(blocks) - first)
-            codes, pairs, rows = (each[:num_blocks] for each in (self._codes, self._pairs, self._elements))
-            codes.copy_(blocks[first : first + step]).add_(scales[first : first + step])
-            torch.index_select(table, 0, codes.view(-1), out=pairs.view(-1))
-            rows[:, :, 0].copy_(pairs)
-            rows[:, :, 1].copy_(pairs.bitwise_right_shift_(16))
-            decoded = rows.view(torch.bfloat16).flatten(0, 2)[0 if first else skipped :]
-            begin, end = end, min(len(target), end + len(decoded))
-            target[begin:end].copy_(decoded[: end - begin])
+            words = blocks[first : first + step]
+            codes, pairs, rows = (each[: len(words)] for each in (self._codes, self._pairs, self._elements))
+            begin, end = end, min(len(target), end + rows[..., 0].numel() - (0 if first else skipped))
+            if is_complete:
+                rows = target[begin:end].view(torch.int16).view(rows.shape)
+            for byte in range(self._width):
+                torch.bitwise_right_shift(words, 8 * byte, out=codes).bitwise_and_(255)
+                codes.add_(scales[first : first + step])
+                torch.index_select(self._products, 0, codes.view(-1), out=pairs.view(-1))
+                rows[:, :, byte, 0].copy_(pairs)
+                rows[:, :, byte, 1].copy_(pairs.bitwise_right_shift_(16))
+            if not is_complete:
+                decoded = rows.view(torch.bfloat16).flatten(0, 3)[0 if first else skipped :]
+                target[begin:end].copy_(decoded[: end - begin])
+
+
+def _has_pairs(target: Tensor) -> bool:
+    """Whether pairs of elements can be written to it as they are in a table of products."""
+    is_plain = target.is_contiguous() and not target.is_neg()
+    return target.dtype == torch.bfloat16 and is_plain and not target.storage_offset() % 2
 
 
 @cache
-def _fp8_table(dtype: torch.dtype, num_codes: int) -> Tensor:
-    """Returns the float32 elements of one byte, or those of two in one int64; the first byte is the lower."""
-    every = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
-    return every if num_codes == 1 else _pairs(every)
-
-
-def _fp4_table(device: torch.device) -> Tensor:
-    """Returns, for each byte of two 4-bit elements, both as float32, in one int64; the lower bits first."""
-    return _pairs(torch.tensor(_FP4, dtype=torch.float32, device=device))
+def _e4m3_nans() -> tuple[Tensor, Tensor]:
+    """Returns NaN with either sign as torch converts it."""
+    nans = torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    return nans[0], nans[1]
 
 
 @cache
-def _mxfp4_table(device: torch.device) -> Tensor:
-    """Returns, for each scale and each byte, the products with both elements as bfloat16, in one int32."""
+def _mxfp4_products(device: torch.device) -> Tensor:
+    """Returns the table of products of MXFP4."""
     # Twice the elements and half of the scales, since the largest is out of range.
     scales = torch.pow(2.0, torch.arange(256, dtype=torch.int32, device=device) - _EXPONENT_BIAS - 1)
-    elements = torch.tensor(_FP4, dtype=torch.float32, device=device) * 2
-    products = _pairs(elements).view(torch.float32) * scales.float().unsqueeze(1)
-    return products.to(torch.bfloat16).view(torch.int32).flatten()
+    return _products(torch.tensor(_FP4, dtype=torch.float32, device=device) * 2, scales.float())
 
 
-def _pairs(every: Tensor) -> Tensor:
-    first, second = every.repeat(len(every)), every.repeat_interleave(len(every))
-    return torch.stack([first, second], 1).view(torch.int64).flatten()
+def _products(elements: Tensor, scales: Tensor) -> Tensor:
+    """Returns, for each scale and each byte, the products with both elements as bfloat16, in one int32."""
+    each = (scales.unsqueeze(1) * elements).to(torch.bfloat16).view(torch.int16).to(torch.int32)
+    return (each.bitwise_left_shift(16).unsqueeze(2) | (each & 0xFFFF).unsqueeze(1)).flatten()
 
 
 def _part(entry: TensorEntry, box: Box, memory: Tensor | None, device: torch.device) -> PackedPart:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import itertools
 import json
 import random
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,12 +205,54 @@ def test_weights_are_as_their_library_computes_them(tmp_path: Path, kind: str, d
     assert_same_bits(fastload.load(tmp_path, dtype=dtype, options=OPTIONS), made.weights)
 
 
+SCALES = {
+    "normal": 3.0,
+    "negative": -0.3,
+    "largest": 3e38,
+    "subnormal": 1e-40,
+    "inf": float("inf"),
+    "nan": float("nan"),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_value_of_fp8(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_value_of_fp8(tmp_path: Path, dtype: torch.dtype, scale: str) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(2, 128)
-    tensors = {"a.weight": every, "a.weight_scale_inv": torch.tensor([[3.0]])}
+    tensors = {"a.weight": every, "a.weight_scale_inv": torch.tensor([[SCALES[scale]]])}
     write(tmp_path, tensors, FP8)
-    assert_same_bits(fastload.load(tmp_path, options=OPTIONS), {"a.weight": every.float() * 3})
+    assert_same_bits(fastload.load(tmp_path, options=OPTIONS), {"a.weight": every.float() * SCALES[scale]})
+
+
+@pytest.mark.parametrize("factor", [687.3, 1e-30, 1e30])
+def test_every_value_of_nvfp4(tmp_path: Path, factor: float) -> None:
+    """Each byte with each scale."""
+    scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)
+    packed = torch.arange(256, dtype=torch.uint8).reshape(32, 8).repeat(8, 1, 1)
+    packed = torch.stack([packed.roll(step, 1) for step in range(32)]).reshape(256, 256)
+    scales = scale.repeat(32, 1, 1).reshape(256, 32)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([factor])}
+    for dtype in (torch.bfloat16, torch.float32):
+        made = compressed(dtype, "nvfp4-pack-quantized", weights, tensors)
+        write(tmp_path, made.tensors, made.config)
+        assert_same_bits(fastload.load(tmp_path, dtype=dtype, options=OPTIONS), made.weights)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "fp8 of DeepSeek"])
+def test_tensors_of_any_strides(tmp_path: Path, kind: str) -> None:
+    made = KINDS.get(kind, deepseek)(torch.bfloat16)
+    write(tmp_path, made.tensors, made.config)
+    expected = fastload.load(tmp_path, dtype="bfloat16", options=OPTIONS)
+    columns_first = {name: torch.empty_like(each.mT).mT for name, each in expected.items() if each.dim() > 1}
+    steps = {
+        name: torch.empty(*each.shape, 2, dtype=each.dtype)[..., 0] for name, each in columns_first.items()
+    }
+    for into in (columns_first, steps):
+        fastload.load(tmp_path, into=into, dtype="bfloat16", names=list(into), options=OPTIONS)
+        assert_same_bits(
+            {name: each.contiguous() for name, each in into.items()}, {name: expected[name] for name in into}
+        )
 
 
 def test_without_dtype_weights_have_that_of_their_scales(tmp_path: Path) -> None:
@@ -363,6 +408,27 @@ def test_the_first_rows_do_not_wait_for_the_last(
     assert_same_bits(arriving.targets, arriving.expected)
 
 
+@ranks(2, accelerator=True)
+def test_devices_get_them(rank: int, world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for number, kind in enumerate(("fp8 of DeepSeek", "fp8 by group", "nvfp4", "mxfp4", "mxfp4 of gpt-oss")):
+        if importlib.util.find_spec("compressed_tensors") is None and kind in (
+            "fp8 by group",
+            "nvfp4",
+            "mxfp4",
+        ):
+            continue
+        made, folder = KINDS.get(kind, deepseek)(torch.bfloat16), tmp_path / str(number)
+        if rank == 0:
+            write(folder, made.tensors, made.config)
+        torch.distributed.barrier()
+        for dtype in ("bfloat16", "float32"):
+            expected = fastload.load(folder, dtype=dtype, options=OPTIONS)
+            found = fastload.load(folder, dtype=dtype, device="emu", options=OPTIONS)
+            assert {each.device.type for each in found.values()} == {"emu"}
+            assert_same_bits({name: each.cpu() for name, each in found.items()}, expected)
+
+
 MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "fsdp": ((4,), [Shard(0)]),
     "columns": ((4,), [Shard(1)]),
@@ -460,6 +526,31 @@ def test_others_read_what_a_rank_cannot(
         assert checkpoint.report is not None
         assert "stopped reading" in checkpoint.report.ranks[1].note
     assert_same_bits({name: each.full_tensor() for name, each in into.items()}, expected)
+
+
+def test_a_failed_load_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, in the midst of a weight."""
+    monkeypatch.setattr(quantized, "_CHUNK_ELEMENTS", 1000)
+    made = deepseek(torch.bfloat16)
+    write(tmp_path, made.tensors, made.config)
+    options = replace(OPTIONS, chunk_bytes=10_000, retries=0, io="buffered")
+    into = {name: torch.zeros_like(each) for name, each in made.weights.items()}
+    memory = [weakref.ref(each.untyped_storage()) for each in into.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        with fastload.open(tmp_path, options=options) as checkpoint:
+            truncate(tmp_path, 0.6)
+            with contextlib.suppress(fastload.FastloadError):
+                checkpoint.load(into=into, dtype="bfloat16")
+                pytest.fail("it loads a file that was cut")
+        del into
+        until = time.monotonic() + 20
+        while kept := [each for each in memory if each() is not None]:
+            assert time.monotonic() < until, f"{len(kept)} of {len(memory)} are kept"
+            time.sleep(0.05)
+    finally:
+        gc.enable()
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], None]:
