@@ -73,7 +73,7 @@ def save(
         FastloadError: As for `fastload.save`.
     """
     require_signatures(peft, TESTED, _SIGNATURES)
-    state, tensors = state_to_save(model), dict[str, Tensor]()
+    state, tensors = state_to_save(model, process_group), dict[str, Tensor]()
 
     def collect() -> None:
         _require_adapter(model, adapter_name)

@@ -195,6 +195,26 @@ def refuses_adapters(rank: int, world: int, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-0", "bad-1", "bad-2", "file", "good"]
 
 
+def saves_adapters_of_a_group(rank: int, world: int, tmp_path: Path) -> None:
+    """Some ranks save an adapter with buffers, which are those of the first of them."""
+    from peft import LoraConfig, get_peft_model
+
+    from fastload.integrations import peft as integration
+
+    group, mesh = dist.new_group([1, 2]), dist.init_device_mesh("cpu", (world,))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    config = LoraConfig(target_modules=["0"], modules_to_save=["1"])
+    adapted = get_peft_model(model, config)
+    for name, tensor in adapted.state_dict().items():
+        tensor.fill_(rank if "running_mean" in name else 1)
+    if rank > 0:
+        integration.save(adapted, tmp_path / "some", process_group=group)
+    integration.save(adapted, tmp_path / "all", process_group=mesh)
+    for folder, value in (("some", 1.0), ("all", 0.0)):
+        found = fastload.load(tmp_path / folder)
+        assert found["base_model.model.1.running_mean"].tolist() == [value] * 4
+
+
 def assert_same_models(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     own, others = one.state_dict(), other.state_dict()
