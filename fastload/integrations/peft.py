@@ -85,7 +85,7 @@ def save(
 
     fastload.world.agree(f"saving the adapter {adapter_name!r}", collect, process_group=process_group)
     DirectorySave(
-        locate(path).address,
+        os.path.realpath(locate(path).address),
         {"": tensors},
         adapters=[""],
         add_files=partial(save_config, model, adapter_name),

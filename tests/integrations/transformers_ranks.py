@@ -196,7 +196,7 @@ def refuses_adapters(rank: int, world: int, tmp_path: Path) -> None:
 
 
 def saves_adapters_of_a_group(rank: int, world: int, tmp_path: Path) -> None:
-    """Some ranks save an adapter with buffers, which are those of the first of them."""
+    """Some ranks save an adapter with buffers, which are those of the first of them; then through a link."""
     from peft import LoraConfig, get_peft_model
 
     from fastload.integrations import peft as integration
@@ -213,6 +213,13 @@ def saves_adapters_of_a_group(rank: int, world: int, tmp_path: Path) -> None:
     for folder, value in (("some", 1.0), ("all", 0.0)):
         found = fastload.load(tmp_path / folder)
         assert found["base_model.model.1.running_mean"].tolist() == [value] * 4
+    if rank == 0:
+        (tmp_path / "link").symlink_to("some")
+    dist.barrier()
+    integration.save(adapted, tmp_path / "link")  # through the link, as PEFT does
+    assert fastload.load(tmp_path / "some")["base_model.model.1.running_mean"].tolist() == [0.0] * 4
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "link", "some"]
 
 
 def assert_same_models(one: Any, other: Any) -> None:
