@@ -460,6 +460,15 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(fastload.OptionError, match=r"save_on_each_node"):
         trainer_of(tmp_path, save_on_each_node=True)
     AcceleratorState._reset_state(reset_partial_state=True)
+    if importlib.util.find_spec("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        adapted = get_peft_model(llama(tied=False), config)
+        adapted.add_adapter("replaced", config)
+        with pytest.raises(fastload.OptionError, match=r"'training_state' and 'replaced' are taken"):
+            OurTrainer(model=adapted, args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
+        AcceleratorState._reset_state(reset_partial_state=True)
     model = llama(tied=True)
     model._hf_peft_config_loaded = True  # as transformers marks it
     with pytest.raises(
