@@ -12,6 +12,7 @@ parameter by its name. Without ``param_shapes``, stages 1 and 2 have the weights
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from fastload.storage.base import Storage
 
 _PIECE_BYTES = 1000  # of a box with all that is made of it
 _STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_OTHER_FILE = re.compile(r"(layer_\d+(_expert_|-model)|expp_rank_).*_states\.pt")
 _LEFT_OUT = frozenset(
     {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "optimizer"}
 )
@@ -167,8 +169,12 @@ def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Returns the kind and the rank of each file.
 
     Raises:
-        ManifestError: The model was cut by tensor parallelism, or ranks are missing.
+        ManifestError: The model was cut by tensor, expert or pipeline parallelism, or ranks are missing.
     """
+    if other := next(filter(_OTHER_FILE.fullmatch, listing), None):
+        raise ManifestError(
+            f"{url}: {show(other)}: checkpoints of expert or pipeline parallelism are not read"
+        )
     found: dict[str, tuple[str, int]] = {}
     for match in filter(None, map(ZERO_FILE.fullmatch, listing)):
         if int(match["slice"]):
@@ -180,6 +186,9 @@ def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
             raise ManifestError(f"{url}: the *_{kind}_states.pt are of the ranks {show(ranks)}")
     if ("model", 0) not in found.values():
         raise ManifestError(f"{url}: no *mp_rank_00_model_states.pt")
+    is_stage_3 = any(name.endswith("model_states.pt") and "zero_pp_rank_" in name for name in found)
+    if is_stage_3 and ("optim", 0) not in found.values():
+        raise ManifestError(f"{url}: no *_optim_states.pt, which have the weights of stage 3")
     return found
 
 
@@ -231,6 +240,13 @@ class _PartitionReader:
         keys = _children(found, "optimizer_state_dict")
         if _STAGE_2 not in keys and _STAGE_3 not in keys:
             raise ValueError("its *_optim_states.pt have no partitions of fp32 weights")
+        counts = keys.get("partition_count")
+        counts = counts if type(counts) is list else [counts]
+        if any(is_size(count) and count != self._num_ranks for count in counts):
+            raise ValueError(
+                f"it has the *_optim_states.pt of {self._num_ranks} ranks, and was saved by {show(counts)}: "
+                "files are missing, or of another save"
+            )
         return 3 if _STAGE_3 in keys else 2
 
     def _shapes(self, key: str) -> list[dict[str, tuple[int, ...]]] | None:
@@ -282,6 +298,12 @@ class _PartitionReader:
 
     def _add_frozen(self, own: dict[Any, Any]) -> None:
         shapes = self._shapes("frozen_param_shapes") or []
+        num_ranks = sum(kind == "model" for kind, _ in self._files)
+        if shapes and num_ranks != self._num_ranks:
+            raise ValueError(
+                f"it has {num_ranks} *_model_states.pt and {self._num_ranks} *_optim_states.pt: files are "
+                "missing, or of another save"
+            )
         frozen = list(chain.from_iterable(group.items() for group in shapes))
         keys = [(name,) for name, _ in frozen]
         found = self._vectors("model", ["frozen_param_fragments"], keys) if frozen else []

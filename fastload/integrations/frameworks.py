@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from fastload import (
@@ -133,17 +134,23 @@ def live_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model)
 
 
-def state_to_save(model: nn.Module) -> dict[str, Any]:
+def state_to_save(model: nn.Module, process_group: Any = None) -> dict[str, Any]:
     """Returns the state dict of a model, with rank 0's buffers, such as running statistics.
 
     Buffers may differ between ranks, and frameworks save those of rank 0.
+
+    Args:
+        model: The model.
+        process_group: As for `fastload.save`; all of its ranks call this.
     """
     state = live_state(model)
     names = {_bare(name) for name, _ in model.named_buffers()}
     buffers = [name for name in state if _bare(name) in names and type(state[name]) is Tensor]
     if dist.is_initialized():
+        group = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
         for device in sorted({state[name].device for name in buffers}, key=str):
-            state |= _broadcast({name: state[name] for name in buffers if state[name].device == device})
+            own = {name: state[name] for name in buffers if state[name].device == device}
+            state |= _broadcast(own, group)
     return state
 
 
@@ -151,10 +158,10 @@ def _bare(name: str) -> str:
     return name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def _broadcast(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies of tensors of one device, with rank 0's values."""
+def _broadcast(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Returns copies of tensors of one device, with the values of the first rank of a group."""
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
-    dist.broadcast(packed, 0)
+    dist.broadcast(packed, dist.get_process_group_ranks(group)[0], group=group)
     parts = packed.split([tensor.nbytes for tensor in tensors.values()])
     return {
         name: part.clone().view(tensor.dtype).view(tensor.shape)

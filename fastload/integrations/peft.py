@@ -73,7 +73,7 @@ def save(
         FastloadError: As for `fastload.save`.
     """
     require_signatures(peft, TESTED, _SIGNATURES)
-    state, tensors = state_to_save(model), dict[str, Tensor]()
+    state, tensors = state_to_save(model, process_group), dict[str, Tensor]()
 
     def collect() -> None:
         _require_adapter(model, adapter_name)
@@ -85,7 +85,7 @@ def save(
 
     fastload.world.agree(f"saving the adapter {adapter_name!r}", collect, process_group=process_group)
     DirectorySave(
-        locate(path).address,
+        os.path.realpath(locate(path).address),
         {"": tensors},
         adapters=[""],
         add_files=partial(save_config, model, adapter_name),

@@ -270,7 +270,8 @@ def _require_supported(trainer: Any) -> None:
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "adapters of PreTrainedModel.add_adapter (use peft.get_peft_model)": _has_own_adapters(model),
         f"adapters named {names}: one has to be named 'default'": bool(names) and "" not in adapters,
-        f"adapters named {names}: names of directories are needed": any(map(_is_no_name, adapters)),
+        f"adapters named {names}: they become names of directories, of which {TRAINING_STATE!r} and "
+        f"{REPLACED!r} are taken": any(map(_is_no_name, adapters)),
         "quantized models": getattr(model, "is_quantized", False),
         f"weights of {classes}": bool(classes),
         "save_on_each_node": trainer.args.save_on_each_node,

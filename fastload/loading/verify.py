@@ -33,7 +33,7 @@ from fastload.report import RankReport, VerifyReport
 from fastload.storage import Storage
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.plan import plan_transfer
-from fastload.transfer.read import ChecksumCollector, ChunkReader, Damage, Verifier
+from fastload.transfer.read import ChecksumCollector, ChunkReader, Damage, Guards, Verifier
 
 _NUM_SHOWN = 20
 _MAX_NOTED = 1000
@@ -54,7 +54,13 @@ def verify(session: Session) -> VerifyReport:
 def _verify_blocks(session: Session) -> VerifyReport:
     opened, damage = session.opened, _Damages()
     reading = CompleteRead(session, Verifier(opened.access.manifest, damage.add))
-    found = reading.run("verify", lambda: {"num": damage.num, "damage": damage.first()})
+
+    def note() -> dict[str, Any]:
+        return {"num": damage.num, "damage": damage.first(), "is_misread": reading.reader.is_misread}
+
+    found = reading.run("verify", note)
+    if any(part["is_misread"] for part in found):
+        session.reopen_exactly()  # raises if the bytes before the data of a tensor are damaged
     opened.world.acknowledge()
     _raise_damage(opened.access, found)
     return reading.report(found)
@@ -86,6 +92,7 @@ class CompleteRead:
             access.manifest.files,
             threads=opened.read_threads(self._plan),
             verifier=verifier,
+            guards=Guards(access.manifest, in_parts=True) if access.manifest.guards else None,
         )
 
     def run(self, call: str, found: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -147,6 +147,9 @@ REFUSED: list[tuple[Change, str]] = [
     (set_first("base_optimizer_state", {"state": {0: {"exp_avg": torch.ones(3)}}}), "has 3 elements"),
     (set_first("base_optimizer_state", {"state": {7: {"exp_avg": torch.ones(6)}}}), ""),
     (to_stage_3, "have different lengths"),
+    (set_first("partition_count", [3]), r"\*_optim_states.pt of 2 ranks, and was saved by \[3\]"),
+    (set_first("partition_count", 1), r"\*_optim_states.pt of 2 ranks, and was saved by \[1\]"),
+    (set_first("partition_count", [2, 1]), r"\*_optim_states.pt of 2 ranks, and was saved by \[2, 1\]"),
     (lambda _, optimizers: optimizers[0].clear(), "no partitions of fp32 weights"),
     (lambda _, optimizers: optimizers[1].clear(), "in place of"),
 ]
@@ -185,9 +188,36 @@ def test_partitions_are_parsed_strictly(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ManifestError, match="tensor parallelism"):
         fastload.load(folder)
     (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    for name in ("layer_0_expert_1_mp_rank_00_model", "expp_rank_0_mp_rank_00_optim", "layer_00-model"):
+        (folder / f"{name}_states.pt").touch()
+        with pytest.raises(ManifestError, match=f"{name}_states.pt': .*expert or pipeline parallelism"):
+            fastload.load(folder)
+        (folder / f"{name}_states.pt").unlink()
     first.unlink()
     with pytest.raises(ManifestError, match=r"are of the ranks \[1\]"):
         fastload.load(folder)
+
+
+def test_files_of_a_rank_are_missing_or_of_another_save(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "zero3", tmp_path / "more")
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
+    shutil.copy(tmp_path / "more" / names[0], tmp_path / "more" / names[3])
+    with pytest.raises(ManifestError, match=r"of 4 ranks, and was saved by \[3\]"):
+        fastload.load(tmp_path / "more")
+    (tmp_path / "more" / names[3]).unlink()
+    models = [tmp_path / "more" / name.replace("optim", "model") for name in names]
+    shutil.copy(models[0], models[3])
+    with pytest.raises(ManifestError, match=r"has 4 \*_model_states.pt and 3 \*_optim_states.pt"):
+        fastload.load(tmp_path / "more")
+    models[3].unlink()
+    models[2].unlink()
+    with pytest.raises(ManifestError, match=r"has 2 \*_model_states.pt and 3 \*_optim_states.pt"):
+        fastload.load(tmp_path / "more")
+    shutil.copytree(DATA / "zero3", tmp_path / "none")
+    for name in names[:3]:
+        (tmp_path / "none" / name).unlink()
+    with pytest.raises(ManifestError, match="which have the weights of stage 3"):
+        fastload.load(tmp_path / "none")
 
 
 @ranks(3, deadline_s=100)

@@ -170,6 +170,25 @@ def test_a_single_file_has_its_seal_next_to_it(rank: int, world: int, tmp_path: 
         torch.distributed.barrier()
 
 
+@ranks(1, 2)
+def test_damage_between_tensors_is_found_wherever_a_load_finds_it(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.pt"
+    if rank == 0:
+        write_file(path)
+    torch.distributed.barrier()
+    fastload.seal(path, options=OPTIONS)
+    fastload.verify(path, options=OPTIONS)
+    torch.distributed.barrier()
+    if rank == 0:
+        flip(path, path.read_bytes().index(b"data/1"))  # in the zip archive's own header of a storage
+    torch.distributed.barrier()
+    for call in (fastload.load, fastload.verify, fastload.seal):
+        with pytest.raises(ManifestError, match=r"'last/data/1' is not where the directory says"):
+            call(path, options=OPTIONS)
+
+
 def change_a_header(folder: Path) -> None:
     text = (folder / "y.safetensors").read_bytes()
     (folder / "y.safetensors").write_bytes(text.replace(b'"d"', b'"e"'))

@@ -52,6 +52,11 @@ def test_adapters_that_peft_computes_the_tensors_of(tmp_path: Path) -> None:
 
 
 @needs_peft
+def test_adapters_of_a_group(tmp_path: Path) -> None:
+    run_ranks(body("saves_adapters_of_a_group"), 3, tmp_path=tmp_path)
+
+
+@needs_peft
 def test_adapters_that_are_refused(tmp_path: Path) -> None:
     run_ranks(body("refuses_adapters"), 2, tmp_path=tmp_path)
 

@@ -195,6 +195,33 @@ def refuses_adapters(rank: int, world: int, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-0", "bad-1", "bad-2", "file", "good"]
 
 
+def saves_adapters_of_a_group(rank: int, world: int, tmp_path: Path) -> None:
+    """Some ranks save an adapter with buffers, which are those of the first of them; then through a link."""
+    from peft import LoraConfig, get_peft_model
+
+    from fastload.integrations import peft as integration
+
+    group, mesh = dist.new_group([1, 2]), dist.init_device_mesh("cpu", (world,))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    config = LoraConfig(target_modules=["0"], modules_to_save=["1"])
+    adapted = get_peft_model(model, config)
+    for name, tensor in adapted.state_dict().items():
+        tensor.fill_(rank if "running_mean" in name else 1)
+    if rank > 0:
+        integration.save(adapted, tmp_path / "some", process_group=group)
+    integration.save(adapted, tmp_path / "all", process_group=mesh)
+    for folder, value in (("some", 1.0), ("all", 0.0)):
+        found = fastload.load(tmp_path / folder)
+        assert found["base_model.model.1.running_mean"].tolist() == [value] * 4
+    if rank == 0:
+        (tmp_path / "link").symlink_to("some")
+    dist.barrier()
+    integration.save(adapted, tmp_path / "link")  # through the link, as PEFT does
+    assert fastload.load(tmp_path / "some")["base_model.model.1.running_mean"].tolist() == [0.0] * 4
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "link", "some"]
+
+
 def assert_same_models(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     own, others = one.state_dict(), other.state_dict()
@@ -433,6 +460,15 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(fastload.OptionError, match=r"save_on_each_node"):
         trainer_of(tmp_path, save_on_each_node=True)
     AcceleratorState._reset_state(reset_partial_state=True)
+    if importlib.util.find_spec("peft"):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        adapted = get_peft_model(llama(tied=False), config)
+        adapted.add_adapter("replaced", config)
+        with pytest.raises(fastload.OptionError, match=r"'training_state' and 'replaced' are taken"):
+            OurTrainer(model=adapted, args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
+        AcceleratorState._reset_state(reset_partial_state=True)
     model = llama(tied=True)
     model._hf_peft_config_loaded = True  # as transformers marks it
     with pytest.raises(
