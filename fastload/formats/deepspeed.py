@@ -204,6 +204,7 @@ class _PartitionReader:
         self._files = files
         self._budget = budget
         self._model = files["model", 0]
+        self._num_ranks = sum(kind == "optim" for kind, _ in files)
         self._tensors: dict[str, TensorEntry] = {}
 
     def read(self) -> tuple[Iterable[TensorEntry], Any]:
