@@ -18,7 +18,7 @@ import fastload
 from fastload.base.devices import is_accelerator
 from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
 from fastload.comm.group import agree
-from fastload.comm.launch import from_env, initialize
+from fastload.comm.launch import Launch, from_env, initialize
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
 from fastload.errors import FastloadError, OptionError
@@ -76,9 +76,10 @@ def load(
 
     torchrun … -m fastload load PATH --mesh 2x4 --placements 'replicate,shard(0)'
     """
+    launch = from_env()
+    set_rank(launch.rank)
+    sharding = _sharding(mesh, placements, launch)
     rank, device = initialize(device)
-    set_rank(rank)
-    sharding = _sharding(mesh, placements)
     with progress(rank, shown=not as_json) as show:
         asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
         given = {name: value for name, value in asked.items() if value is not None}
@@ -341,14 +342,14 @@ class Sharding:
         return empty
 
 
-def _sharding(mesh: str | None, placements: str | None) -> Sharding | None:
+def _sharding(mesh: str | None, placements: str | None, launch: Launch) -> Sharding | None:
     if mesh is None and placements is None:
         return None
     if mesh is None or placements is None:
         raise OptionError("mesh and placements go together: one of them is not given")
-    if not dist.is_initialized():
+    if launch.launcher == "none":
         raise OptionError(f"mesh={mesh!r}: there are no ranks of a torchrun or srun job")
-    return Sharding.parse(mesh, placements, dist.get_world_size())
+    return Sharding.parse(mesh, placements, launch.world_size)
 
 
 def _sharded_dim(placement: str) -> int | None:

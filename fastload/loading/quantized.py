@@ -442,7 +442,7 @@ class Dequantizer:
             MemoryError: There is not enough for a chunk.
         """
         is_inference = self._tensor.is_inference()
-        decoder: _Decoder | None = None
+        decoder: _ChunkDecoder | None = None
         with one_torch_thread(), torch.inference_mode() if is_inference else nullcontext():
             while True:
                 with self._taking:
@@ -458,7 +458,7 @@ class Dequantizer:
     def _is_ready(self, chunk: _Chunk | None) -> TypeGuard[_Chunk]:
         return chunk is not None and chunk.end_byte <= self._arrivals.usable_bytes
 
-    def _decoder(self, values: Tensor) -> _Decoder:
+    def _decoder(self, values: Tensor) -> _ChunkDecoder:
         """Returns a decoder for chunks of a matrix, or of another one of its shape."""
         if self._weight.is_transposed:
             return _TransposedFp4Decoder(values, self._weight.block[1] // 2, self._products)
@@ -467,14 +467,14 @@ class Dequantizer:
             return _Fp4Decoder(values, most_rows, self._weight.block[1] // 2, self._products)
         return _Fp8Decoder(values, most_rows, self._weight, self._scales[1])
 
-    def _write(self, decoder: _Decoder, chunk: _Chunk) -> None:
+    def _write(self, decoder: _ChunkDecoder, chunk: _Chunk) -> None:
         target = self._tensor[chunk.matrix]
         if not self._weight.is_transposed:
             target = target[chunk.begin : chunk.end]
         decoder.write(target, self._scale(chunk), self._skipped)
 
     def _scale(self, chunk: _Chunk) -> Tensor:
-        """Returns the scales of a chunk; see `_Decoder.write`."""
+        """Returns the scales of a chunk; see `_ChunkDecoder.write`."""
         scales, _ = self._scales
         if scales.dim() > 2:
             scales = scales[chunk.matrix]
@@ -554,7 +554,7 @@ def _rows_at_once(target: Tensor) -> int:
     return max(1, min(num_rows, elements // max(1, num_columns)))
 
 
-class _Decoder(Protocol):
+class _ChunkDecoder(Protocol):
     """Dequantises chunks of one shape at most, one after the other, reusing its memory."""
 
     def take(self, values: Tensor) -> None:

@@ -46,6 +46,7 @@ FILES = {
     "integrations/directory_save.py",
     "integrations/engines.py",  # what is a path, and not a name
     "integrations/frameworks.py",
+    "integrations/peft.py",
     "integrations/torchft.py",  # what it serves
     "integrations/trainer.py",
     "comm/hosts.py",  # what it says of itself, and of ports
