@@ -76,10 +76,14 @@ def load(
 
     torchrun … -m fastload load PATH --mesh 2x4 --placements 'replicate,shard(0)'
     """
-    launch = from_env()
-    set_rank(launch.rank)
-    sharding = _sharding(mesh, placements, launch)
+    sharding = None
+    if mesh is not None or placements is not None:
+        # Before the ranks connect, since the first one that exits would cut off the others.
+        launch = from_env()
+        set_rank(launch.rank)
+        sharding = _sharding(mesh, placements, launch)
     rank, device = initialize(device)
+    set_rank(rank)
     with progress(rank, shown=not as_json) as show:
         asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
         given = {name: value for name, value in asked.items() if value is not None}
@@ -342,9 +346,7 @@ class Sharding:
         return empty
 
 
-def _sharding(mesh: str | None, placements: str | None, launch: Launch) -> Sharding | None:
-    if mesh is None and placements is None:
-        return None
+def _sharding(mesh: str | None, placements: str | None, launch: Launch) -> Sharding:
     if mesh is None or placements is None:
         raise OptionError("mesh and placements go together: one of them is not given")
     if launch.launcher == "none":
