@@ -161,7 +161,8 @@ def _bare(name: str) -> str:
 def _broadcast(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Returns copies of tensors of one device, with the values of the first rank of a group."""
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
-    dist.broadcast(packed, dist.get_process_group_ranks(group)[0], group=group)
+    source = 0 if group is None else dist.get_process_group_ranks(group)[0]
+    dist.broadcast(packed, source, group=group)
     parts = packed.split([tensor.nbytes for tensor in tensors.values()])
     return {
         name: part.clone().view(tensor.dtype).view(tensor.shape)

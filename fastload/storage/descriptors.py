@@ -133,9 +133,11 @@ class Descriptor:
         with self._opening:
             unused: list[tuple[Descriptor, int]] = []
             if (number := self._pool.take(self)) is None:
+                number = -1 if self.is_closed else self._open()
                 if self.is_closed:
+                    if number >= 0:  # it was closed meanwhile: this may be a file of another directory
+                        os.close(number)
                     raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-                number = self._open()
                 unused = self._pool.add(self, number)
         return self._lend(number, unused)
 

@@ -273,3 +273,17 @@ def test_a_checkpoint_that_one_rank_has_closed(rank: int, world: int, tmp_path: 
     checkpoint.close()
     dist.barrier()
     assert fastload.load(tmp_path / "saved", options=options)["step"] == 3
+
+
+def test_a_file_that_is_closed_while_it_opens_is_not_used(tmp_path: Path) -> None:
+    file: Descriptor
+
+    def open_late() -> int:
+        file.close()  # as another thread does at the end of a save, whose directory may be another one by now
+        return os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+
+    file = Descriptor(DescriptorPool(), open_late)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)), file.use():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before

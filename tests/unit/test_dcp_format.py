@@ -121,6 +121,7 @@ BAD: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "transformed": (relocate("w", transform_descriptors=["stream.zstd/1"]), "stream.zstd/1"),
     "hole": (with_chunks(((0, 0), (3, 6))), "18 of 24 elements"),
     "twice": (with_chunks(((0, 0), (4, 6)), ((1, 1), (1, 1))), "overlap"),
+    "the same one twice": (with_chunks(((0, 0), (4, 6)), ((0, 0), (4, 6))), "listed twice"),
     "outside": (with_chunks(((0, 1), (4, 6))), "out of bounds for a tensor of shape"),
     "other shape": (with_chunks(((0, 0), (4, 3)), ((0, 3), (4, 3))), "overlap"),
     "negative": (negative, "in place of sizes"),

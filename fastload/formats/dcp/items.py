@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
@@ -75,28 +75,33 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
         wanted: The items, within their files.
 
     Returns:
-        The layout of each, mostly the same object for equal layouts.
+        The layout of each.
 
     Raises:
         ManifestError: An item is malformed, or contradicts the metadata.
         StorageError: Storage failed.
     """
-    known: dict[Any, list[ItemLayout]] = {one.kind: [] for one in wanted}
+    kind_of = [one.kind for one in wanted]
+    kinds = {kind: [layout] for kind, layout in _one_of_each(storage, wanted, kind_of).items()}
+    result: list[ItemLayout | None] = [None] * len(wanted)
 
-    def find(one: TensorItem) -> ItemLayout:
-        item, of_kind = one.item, known[one.kind]
-        near = read_bytes(storage, item.file, item.offset, min(item.nbytes, _NEAR_BYTES))
-        for layout in of_kind[:_MAX_LAYOUTS]:
-            if near.startswith(layout.head):
-                return layout
-        layout = _read_layout(storage, one, near)
-        if layout.entry is None:
-            return layout
-        if layout not in of_kind[:_MAX_LAYOUTS]:  # its head may be longer than what was read at first
-            of_kind.append(layout)
-        return of_kind[of_kind.index(layout)]
+    def compare(index: int, head: bytes) -> None:
+        result[index] = next((one for one in kinds[kind_of[index]] if head.startswith(one.head)), None)
 
-    return in_threads(find, wanted, _at_once(storage))
+    most = {kind: max(len(layout.head) for layout in known) for kind, known in kinds.items()}
+    heads = [
+        Item(one.item.file, one.item.offset, min(one.item.nbytes, most[kind]))
+        for one, kind in zip(wanted, kind_of, strict=True)
+    ]
+    read_items(storage, heads, compare)
+    for index, one in enumerate(wanted):
+        if result[index] is None:
+            known = kinds[kind_of[index]]
+            layout = _read_layout(storage, one)
+            result[index] = next((other for other in known if other == layout), layout)
+            if len(known) < _MAX_LAYOUTS:
+                known.append(layout)
+    return [layout for layout in result if layout is not None]
 
 
 def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
@@ -110,7 +115,7 @@ def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLa
         wanted: The items, within their files.
 
     Returns:
-        As `find_layouts`.
+        The layout of each, the same object for equal layouts.
 
     Raises:
         ManifestError: An item that was read is malformed, or contradicts the metadata.
@@ -118,11 +123,29 @@ def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLa
     """
     roles = {one.name: _NUMBERS.sub("0", one.name) for one in wanted}
     kinds = [(roles[one.name], one.kind) for one in wanted]
-    firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
-    layouts = dict(zip(firsts, find_layouts(storage, [*firsts.values()]), strict=True))
+    found = _one_of_each(storage, wanted, kinds)
+    same: dict[Any, ItemLayout] = {}
+    layouts = {
+        kind: same.setdefault((layout.head, layout.entry), layout) if layout.entry else layout
+        for kind, layout in found.items()
+    }
+    if all(layout.entry for layout in layouts.values()):
+        return [layouts[kind] for kind in kinds]
     refused = [one for one, kind in zip(wanted, kinds, strict=True) if layouts[kind].entry is None]
-    found = dict(zip(refused, find_layouts(storage, refused), strict=True))
-    return [found.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
+    looked_at = dict(zip(refused, in_threads(lambda one: _read_layout(storage, one), refused), strict=True))
+    return [looked_at.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
+
+
+_Kind = TypeVar("_Kind")
+
+
+def _one_of_each(
+    storage: Storage, wanted: Sequence[TensorItem], kinds: Sequence[_Kind]
+) -> dict[_Kind, ItemLayout]:
+    """Reads the layout of the first item of each kind."""
+    firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
+    found = in_threads(lambda one: _read_layout(storage, one), list(firsts.values()), _at_once(storage))
+    return dict(zip(firsts, found, strict=True))
 
 
 def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, bytes], None]) -> None:
@@ -171,18 +194,14 @@ def _end(item: Item) -> int:
     return item.offset + item.nbytes
 
 
-def _read_layout(storage: Storage, wanted: TensorItem, near: bytes) -> ItemLayout:
+def _read_layout(storage: Storage, wanted: TensorItem) -> ItemLayout:
     """Reads everything but the data of an item.
-
-    Args:
-        storage: The storage.
-        wanted: The item.
-        near: Its first bytes.
 
     Raises:
         ManifestError: It is malformed, or contradicts the metadata.
     """
     item, where = wanted.item, f"{storage.label(wanted.item.file)} at byte {wanted.item.offset}"
+    near = read_bytes(storage, item.file, item.offset, min(item.nbytes, _NEAR_BYTES))
 
     def read(offset: int, nbytes: int) -> bytes:
         if offset + nbytes <= len(near):

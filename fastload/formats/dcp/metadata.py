@@ -101,8 +101,11 @@ def parse_dcp_metadata(texts: Mapping[str, bytes], where: str, budget: MemoryBud
             spec = tensor.dtype, tensor.shape
             if specs.setdefault(name, spec) != spec:
                 raise ManifestError(f"{where}: {show(name)} is {show(specs[name])} and {show(spec)}")
+            own = dict(tensor.chunks)
+            if len(own) < len(tensor.chunks):
+                raise ManifestError(f"{url}: {show(name)}: a chunk of it is listed twice")
             known = boxes.setdefault(name, {})
-            for box, item in tensor.chunks:
+            for box, item in own.items():
                 known.setdefault(box, item)
     tensors = {name: ChunkedTensor(*specs[name], tuple(known.items())) for name, known in boxes.items()}
     for name, tensor in tensors.items():
