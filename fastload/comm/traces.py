@@ -25,7 +25,7 @@ _NUM_READINGS = 8
 class Tracing:
     """Records the spans of this rank; rank 0 collects those of all ranks and writes the file.
 
-    All ranks make the same calls. A problem with the trace fails none of them.
+    All ranks make the same calls. A trace that cannot be written fails none of them.
 
     Args:
         world: The ranks.

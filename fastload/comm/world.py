@@ -406,7 +406,7 @@ class World:
 class Decisions:
     """Rank 0's decisions, which the other ranks read in the same order through the rendezvous store.
 
-    Rank 0 deletes decisions that all ranks have read: these count them in blocks.
+    Rank 0 deletes decisions that all ranks have read: these count them in blocks. The last two blocks stay.
 
     Args:
         world: The ranks.

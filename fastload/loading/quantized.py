@@ -710,7 +710,9 @@ class _TransposedFp4Decoder:
 def _has_pairs(target: Tensor) -> bool:
     """Whether pairs of elements can be written to it as they are in a table of products."""
     is_plain = target.is_contiguous() and not target.is_neg()
-    return target.dtype == torch.bfloat16 and is_plain and not target.storage_offset() % 2
+    # Even of a dimension of size 1, whose stride makes nothing less contiguous.
+    is_even = not any(start % 2 for start in (target.storage_offset(), *target.stride()[:-1]))
+    return target.dtype == torch.bfloat16 and is_plain and is_even
 
 
 @cache

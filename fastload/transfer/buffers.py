@@ -130,7 +130,8 @@ class Buffers:
     def free(self) -> None:
         """Releases the buffers; a read that is still under way keeps its own alive."""
         self._unpacked.clear()
-        self._buffers.clear()
+        for each in self._buffers:  # what was used of them is still reported
+            each.memory = each.own = _EMPTY
         self._ahead.clear()
 
     def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk | None:

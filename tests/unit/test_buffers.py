@@ -59,6 +59,7 @@ class OneRank:
         self, rank: int, plan: Plan, file: Tensor, transport: InProcess, destinations: list[Destination]
     ) -> None:
         self.rank, self._plan, self._file = rank, plan, file
+        self._on_device = transport.device.type != "cpu"
         self._writer = TensorWriter(destinations)
         self._buffers = Buffers(plan, rank, transport, self._writer)
         self._ahead: deque[tuple[int, OwnChunk]] = deque()
@@ -92,6 +93,13 @@ class OneRank:
                 self._writer.place(start, data)
         return sum(arrival.nbytes for arrival in arrivals)
 
+    def free(self) -> None:
+        """Frees the buffers; what was used of them is reported afterwards."""
+        used = self._buffers.nbytes
+        self._buffers.free()
+        if not self._on_device and not self._plan.ahead:  # which have memory of another kind, too
+            assert self._buffers.nbytes == used
+
     def _read(self, own: OwnChunk) -> None:
         data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in own.byte_ranges])
         for buffer, part in zip(own.memory, data.split([len(piece) for piece in own.memory]), strict=True):
@@ -121,6 +129,8 @@ def run(
                     each.data.copy_(messages[each.message.reader, each.message.ranks])
         for rank, (member, work) in enumerate(zip(members, begun, strict=True)):
             placed[rank] += member.end(work)
+    for member in members:
+        member.free()
     return placed
 
 
