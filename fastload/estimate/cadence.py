@@ -10,8 +10,7 @@ from fastload.errors import OptionError
 from fastload.estimate.units import format_duration, require_not_negative, require_positive, require_whole
 
 # Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025:
-# 6.50 failures in 1000 node-days of 8 GPUs, 5 minutes to restart.
-DEFAULT_FAILURES_PER_HOST_S = 6.5 / 1000 / 86400
+# 5 minutes to restart.
 DEFAULT_RESTART_S = 300.0
 DEFAULT_BUDGET = 0.035  # Mohan et al., "CheckFreq", FAST 2021
 

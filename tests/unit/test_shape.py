@@ -1,4 +1,4 @@
-"""The rules of the house that an import contract cannot express, read from the source itself."""
+"""Rules of the package that an import contract cannot express, read from the source itself."""
 
 from __future__ import annotations
 
