@@ -42,6 +42,7 @@ _NUM_SHOWN = 20
 _NUM_OF_A_LIST = 3
 _NUMBERS = {"BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"}
 _HINT = "What each rank has of its own goes into a fastload.PerRank."
+_HOW_TO_MERGE = "Parts of one state, such as the stages of a pipeline: SaveOptions(parts=True) merges them."
 _HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and any rank's are saved."
 
 
@@ -151,7 +152,9 @@ def require_same_content(
         head = "the ranks hold different tensors, so nothing was saved:"
         raise ReplicaMismatch("\n".join([head, *lines, f"{_HINT} {_HOW_NOT_TO}"]))
     head = "the ranks hold different states, so nothing was saved:"
-    raise PlanMismatch("\n".join([head, *lines, _HINT]))
+    is_partial = any(text.endswith(" nothing") for texts in places.values() for text in texts)
+    hint = f"{_HINT} {_HOW_TO_MERGE}" if is_partial else _HINT
+    raise PlanMismatch("\n".join([head, *lines, hint]))
 
 
 def _found(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -238,8 +239,32 @@ def test_stages_of_a_pipeline_are_merged(rank: int, world: int, tmp_path: Path) 
     save({"step": 7, "model": {**plain, "scale": torch.ones(2)}, "lr": 0.5}, tmp_path / "c", parts=True)
     dist.barrier()
     assert files(tmp_path / "a") == files(tmp_path / "b") == files(tmp_path / "c") == expected
-    with pytest.raises(PlanMismatch, match="different states"):  # nobody said that they are parts
+    with pytest.raises(PlanMismatch, match=r"(?s)different states.*PerRank.*SaveOptions\(parts=True\)"):
         save(plain, tmp_path / "d")
+
+
+@ranks(2)
+def test_parts_of_modules_and_of_containers_are_merged(rank: int, world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(3, 4), "b": nn.BatchNorm1d(4), "c": nn.Linear(4, 2)}
+    own = {name: layer for name, layer in layers.items() if (name == "c") == bool(rank)}
+    state = {
+        "model": nn.Sequential(OrderedDict(own)).state_dict(),
+        "pair": (1, {f"of {rank}": rank}),
+        "list": [{f"of {rank}": rank}, 2],
+        "counts": defaultdict(int, {f"of {rank}": rank}),
+    }
+    save(state, tmp_path / "a", parts=True)
+    found = fastload.load(tmp_path / "a")
+    expected = nn.Sequential(OrderedDict(layers)).state_dict()
+    assert found["model"]._metadata == expected._metadata
+    assert_equal(found.pop("model"), expected)
+    both = {"of 0": 0, "of 1": 1}
+    assert found == {"pair": (1, both), "list": [both, 2], "counts": both}
+    assert found["counts"].default_factory is int
+    for name, value in (("pair", (1,) * (rank + 1)), ("list", [1] * (rank + 1))):
+        with pytest.raises(PlanMismatch, match=rf"state\['{name}'\]: rank 0 a .*, rank 1 a "):
+            save({name: value}, tmp_path / "b", parts=True)
 
 
 def replicas(rank: int, mesh: DeviceMesh, odd: str) -> dict[str, Any]:

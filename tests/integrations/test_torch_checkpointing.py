@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
 from fastload.errors import ManifestError
@@ -84,9 +85,11 @@ def test_what_the_library_saved_and_its_calls(rank: int, world: int, tmp_path: P
     state = trained(mesh)
     state["same"] = {"a": torch.arange(3), "text": "été"}
     grid = torch.arange(35.0).reshape(5, 7)
+    strided = [Replicate(), _StridedShard(0, split_factor=2)]  # several boxes on each rank
     state["more"] = {
         "both": distribute_tensor(grid, mesh, [Shard(0), Shard(1)]),
         "twice": distribute_tensor(grid, mesh, [Shard(0), Shard(0)]),
+        "strided": distribute_tensor(torch.arange(33.0).reshape(11, 3), mesh, strided, src_data_rank=None),
         "plain": torch.ones(2, 2),
     }
     expected = whole(state)

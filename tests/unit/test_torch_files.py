@@ -339,6 +339,17 @@ def test_archives_that_lie_are_refused(tmp_path: Path, case: str) -> None:
             call(path)
 
 
+def test_offsets_and_sizes_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as every archive of more than 4 GiB has."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+    path = tmp_path / "a.pt"
+    numbers = torch.arange(100.0)
+    path.write_bytes(zipped(pickled(GOOD), {"data/0": numbers.numpy().tobytes()}))
+    assert path.read_bytes().count(b"\xff" * 4) > 6  # in both lengths or offsets of several records
+    assert torch.equal(torch.load(path)["a"], numbers.reshape(10, 10))
+    assert torch.equal(fastload.load(path)["a"], numbers.reshape(10, 10))
+
+
 BAD_FILES = {
     "big-endian": (zipped(pickled(GOOD), order=b"big"), "byte order b'big'"),
     "deflated": (zipped(pickled(GOOD), method=zipfile.ZIP_DEFLATED), "is compressed"),
