@@ -92,10 +92,10 @@ class DirectorySave:
     def _publish(self, add_files: Callable[[str], object], on_publish: Callable[[], object]) -> None:
         for handle in self._handles:
             await_end(handle)
-        if any(handle.failed() for handle in self._handles):
-            return  # all ranks learn of it
+        pending = _pending(self.path, "")
         try:
-            pending = _pending(self.path, "")
+            if any(handle.failed() for handle in self._handles):
+                return  # all ranks learn of it
             for name in self._names:
                 os.replace(_pending(self.path, name), os.path.join(pending, name))
             add_files(pending)
@@ -105,6 +105,9 @@ class DirectorySave:
             on_publish()
         except BaseException as error:
             self._error = error
+        finally:
+            for name in ("", *self._names):  # what is left of a save that failed
+                shutil.rmtree(_pending(self.path, name), ignore_errors=True)
 
 
 def clear_pending(folder: str, prefix: str) -> None:
