@@ -105,6 +105,9 @@ def call_all(rank: int, folder: Path) -> None:
     path = folder / "a"
     fastload.save(STATE, path, options=SAVING)
     fastload.async_save(STATE, folder / "b", options=SAVING).wait(20)
+    many = torch.arange(3 << 20, dtype=torch.int32)  # whose checksums do not fit into the decision
+    fastload.save({"many": many}, folder / "many", options=replace(SAVING, block_bytes=4096))
+    assert torch.equal(fastload.load(folder / "many", options=LOADING)["many"], many)
     with fastload.open(path, options=LOADING) as checkpoint:
         for _ in range(2):
             checkpoint.load()
