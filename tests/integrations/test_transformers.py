@@ -132,6 +132,10 @@ def test_a_directory_that_is_replaced_is_there_whenever_that_is_killed(
     assert steps == (2 if can_exchange else 4)
 
 
+def test_checkpoints_of_others_are_resumed(tmp_path: Path) -> None:
+    run_ranks(body("resumes_from_others"), 2, tmp_path=tmp_path)
+
+
 def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses_trainings"), 2, tmp_path=tmp_path)
 

@@ -382,15 +382,22 @@ def adapted() -> Any:
 
 
 def trainer_of(
-    folder: Path, *, fsdp: int = 0, kill_at: int = -1, has_adapters: bool = False, **more: Any
-) -> OurTrainer:
+    folder: Path,
+    *,
+    fsdp: int = 0,
+    kill_at: int = -1,
+    has_adapters: bool = False,
+    kind: type[Trainer] = OurTrainer,
+    model: Any = None,
+    **more: Any,
+) -> Trainer:
     torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, 128, (8,), generator=numbers) for _ in range(64)]
     data: Any = [{"input_ids": each, "labels": each} for each in tokens]
     with fsdp_without_gpus(fsdp):
-        return OurTrainer(
-            model=adapted() if has_adapters else llama(tied=not fsdp),
+        return kind(
+            model=model or (adapted() if has_adapters else llama(tied=not fsdp)),
             args=arguments_of(folder, fsdp=fsdp, **more),
             train_dataset=data,
             eval_dataset=data[:8],
@@ -622,3 +629,54 @@ def runs_the_recipes(rank: int, world: int) -> None:
     run_program("docs/recipes/trainer.md")
     AcceleratorState._reset_state(reset_partial_state=True)
     run_program("docs/recipes/accelerate.md")
+
+
+def assert_same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+class Plain(torch.nn.Module):
+    """A model that transformers did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(128, 8)
+        self.head = torch.nn.Linear(8, 128)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def resumes_from_others(rank: int, world: int, tmp_path: Path) -> None:
+    """What a plain Trainer saved, models of other classes, and checkpoints of weights alone."""
+    begun: list[int] = []
+
+    class Beginning(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
+    def trained(folder: Path, kind: Any, make: Any, resumes: Any = False, **more: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        begun.clear()
+        made = trainer_of(folder, kind=kind, model=make(), **more)
+        made.add_callback(Beginning())
+        made.train(resume_from_checkpoint=resumes)
+        return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+
+    for make in (llama, Plain):
+        plain, own = tmp_path / make.__name__, tmp_path / f"own {make.__name__}"
+        expected = trained(plain, Trainer, make)
+        assert_same_tensors(trained(own, OurTrainer, make), expected)
+        assert_same_tensors(trained(own, OurTrainer, make, str(plain / "checkpoint-4")), expected)
+        assert begun[0] == 4
+    path = tmp_path / "weights"
+    trained(path, OurTrainer, Plain, save_only_model=True, load_best_model_at_end=False)
+    assert not (path / "checkpoint-4" / "training_state").exists()
+    found = trained(path, OurTrainer, Plain, str(path / "checkpoint-6"), max_steps=7)
+    assert begun == [6]
+    saved = fastload.load(path / "checkpoint-6")
+    assert all((found[name] - tensor).abs().max() < 0.05 for name, tensor in saved.items())
