@@ -204,13 +204,17 @@ def test_only_the_port_of_the_store_is_open_between_the_hosts(tmp_path: Path) ->
         _, err = job.communicate(timeout=60)
         later = start("python", "-m", "fastload", "load", "s3://lab/ckpt")
         _, said = later.communicate(timeout=60)
+        doctor = start("python", "-m", "fastload", "doctor")
+        found, _ = doctor.communicate(timeout=120)
     finally:
         job.terminate()
         for name in names:
             lab("heal", name)
         job.communicate(timeout=30)
     assert job.returncode == 0, err
-    assert later.returncode == 1
+    assert (later.returncode, doctor.returncode) == (1, 1)
+    assert re.search(rf"✗ +between hosts +nothing from {PREFIX}host\d to {PREFIX}host\d", found)
+    assert "see whether a firewall lets TCP through between all hosts" in found
     assert "the ranks cannot connect to each other: rank 0 on" in said
     assert re.search(rf"could not connect to rank 1 on {HOST_2} at [0-9.]+ port \d+", said)
     for end in ends:
