@@ -307,14 +307,7 @@ class _StateStorage(Storage):
     def list(self) -> list[str] | None:
         return None
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         for buffer in buffers:
             if len(buffer):
                 ranges = list(self._ranges(offset, offset + len(buffer)))

@@ -438,23 +438,20 @@ class DeltaStorage(PatientStorage):
     def map(self, name: str) -> None:
         return None
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         if name not in self._sizes:
-            self._stored.read_into(name, offset, buffers, version, via_cache)
+            self._stored.read_into(name, offset, buffers, version)
             return
-        self._base.read_into(name, offset, buffers, self._versions[name], via_cache)
+        self._base.read_into(name, offset, buffers, self._versions[name])
         for buffer in buffers:
             for entry, begin, end in self._within(self._numbers[name], offset, offset + len(buffer)):
                 first = entry.offset + begin - offset
                 self._changes.apply(entry.name, begin, end, buffer[first : first + end - begin])
             offset += len(buffer)
+
+    def share_reads(self, shared: bool) -> None:
+        self._base.share_reads(shared)
+        self._stored.share_reads(shared)
 
     def _within(self, file: int, begin: int, end: int) -> Iterator[tuple[TensorEntry, int, int]]:
         """Yields the tensors in a part of a file, each with the range of its bytes."""

@@ -255,7 +255,6 @@ class ChunkReader:
         files: The files of the manifest.
         threads: Number of chunks read at once.
         verifier: Verifies or computes checksums; None does neither.
-        via_cache: Whether other ranks of this host read the same bytes; see `Storage.read_into`.
         guards: The bytes that have to precede data; None without any.
         held: The bytes that are not read from storage; None without any.
 
@@ -273,7 +272,6 @@ class ChunkReader:
         *,
         threads: int,
         verifier: Verifier | ChecksumCollector | None = None,
-        via_cache: bool = False,
         guards: Guards | None = None,
         held: HeldBytes | None = None,
     ) -> None:
@@ -281,7 +279,6 @@ class ChunkReader:
         self.held = held
         self._storage = storage
         self._files = files
-        self._via_cache = via_cache
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
@@ -364,7 +361,7 @@ class ChunkReader:
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):
             file = self._files[byte_range.file]
-            self._storage.read_into(file.name, byte_range.offset, buffers, file.version, self._via_cache)
+            self._storage.read_into(file.name, byte_range.offset, buffers, file.version)
 
     def _read_again(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         self.rereads.add(1)

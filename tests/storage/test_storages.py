@@ -145,21 +145,22 @@ def test_only_reads_that_others_make_too_go_through_the_page_cache(tmp_path: Pat
     path, nbytes = tmp_path / "a.bin", 4 << 20
     path.write_bytes(bytes(nbytes))
 
-    def direct_bytes(storage: LocalStorage, *, via_cache: bool) -> int:
+    def direct_bytes(storage: LocalStorage, *, shared: bool) -> int:
         before = storage.direct_bytes_read
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # cold
-        storage.read_into("", 0, [memoryview(bytearray(nbytes))], via_cache=via_cache)
+        storage.share_reads(shared)
+        storage.read_into("", 0, [memoryview(bytearray(nbytes))])
         return storage.direct_bytes_read - before
 
     with closing(LocalStorage(str(path), "direct")) as storage:
-        possible = direct_bytes(storage, via_cache=False)  # 0 where the file system takes none
-        assert direct_bytes(storage, via_cache=True) == possible, "the option goes first"
+        possible = direct_bytes(storage, shared=False)  # 0 where the file system takes none
+        assert direct_bytes(storage, shared=True) == possible, "the option goes first"
     with closing(LocalStorage(str(path), "auto")) as storage:
-        assert direct_bytes(storage, via_cache=True) == 0
+        assert direct_bytes(storage, shared=True) == 0
         # Several times: the page cache may keep a page that has just been used.
-        found = (direct_bytes(storage, via_cache=False) for _ in range(50))
+        found = (direct_bytes(storage, shared=False) for _ in range(50))
         assert possible in found, "one read changes nothing for the next"
 
 
