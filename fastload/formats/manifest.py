@@ -183,7 +183,7 @@ class Manifest:
         url = f"{self.url.rstrip('/')}/{name}" if name else self.url
         return (
             f"{url}: block {number} "
-            f"[bytes {block.offset}-{block.offset + block.nbytes}] of tensor {tensor[:200]!r}: checksum "
+            f"[bytes {block.offset}-{block.end}] of tensor {tensor[:200]!r}: checksum "
             f"{expected.hex()} expected, {found.hex()} found"
         )
 

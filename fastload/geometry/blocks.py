@@ -30,6 +30,11 @@ class Block(NamedTuple):
     offset: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        """The byte after the last one in the file."""
+        return self.offset + self.nbytes
+
 
 class Blocks:
     """The blocks of a space. Each range is cut every `block_bytes`, counted from its first byte.

@@ -267,7 +267,7 @@ def _complete_blocks(blocks: Blocks, held: HeldRange) -> Iterable[HeldRange]:
     first = next((block.offset for _, block in blocks.between(file, begin, end)), end)
     incomplete = blocks.at(file, end - 1)
     last = end
-    if incomplete is not None and incomplete.offset + incomplete.nbytes > end:
+    if incomplete is not None and incomplete.end > end:
         last = incomplete.offset
     if first < last:
         yield held._replace(begin=first, end=last)
@@ -351,6 +351,6 @@ def _damaged(
             data = host_view(memory[: block.nbytes])
             storage.read_into(file.name, block.offset, [data], file.version)
             if checksum(data) != manifest.recorded(block)[1]:
-                yield held.file, block.offset, block.offset + block.nbytes
+                yield held.file, block.offset, block.end
         world.note_progress()
         world.peer_failed()  # also shows the progress to the others

@@ -350,7 +350,7 @@ class PartAssembler:
         if is_own and self._snapshot is not None and _is_one_run(positions[0]):
             return host_view(self._snapshot.get(messages[0]))
         buffer = self._buffers["parts"].get(index)[: part.nbytes]
-        header = layout.files[part.file].header[part.begin : part.end]
+        header = layout.files[part.file].header[part.offset : part.end]
         if header:
             host_view(buffer[: len(header)])[:] = header
         for message, runs in zip(messages, positions, strict=True):

@@ -70,7 +70,7 @@ class BlockCheck:
                     data[:], found = again, second
         if found != recorded:
             name = self._inventory.files[block.file].name
-            where = f"{name} [bytes {block.offset}-{block.offset + block.nbytes}]"
+            where = f"{name} [bytes {block.offset}-{block.end}]"
             text = f"{where}: checksum {recorded.hex()} expected, {found.hex()} found"
             raise ChecksumError(f"damaged: {text}", (text,))
         self.verified.add(block.nbytes)

@@ -9,8 +9,9 @@ import torch
 
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.dtypes import safetensors_spec
+from fastload.geometry.ranges import ByteRange
 from fastload.saving import snapshot
-from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.messages import ShardMessage, plan_messages
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
@@ -23,7 +24,7 @@ _LONGEST_BYTES = 3 * PAGE_BYTES
 
 def messages_of(layout: Layout, part_bytes: int) -> list[ShardMessage]:
     """What one rank alone contributes to the first file."""
-    parts = WriterShare.of(layout, [FileRange(0, 0, layout.files[0].nbytes)], part_bytes).parts
+    parts = WriterShare.of(layout, [ByteRange(0, 0, layout.files[0].nbytes)], part_bytes).parts
     plan = plan_messages(layout, ShardMap(layout, 1), [{0: parts}], 0, [range(1)], part_bytes)
     return plan.contributed
 
