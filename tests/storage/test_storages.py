@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
@@ -310,7 +311,7 @@ def test_which_remote_errors_are_worth_another_try(
     def broken(*_: Any, **__: Any) -> bytes:
         raise error
 
-    monkeypatch.setattr(storage._files, "cat_file", broken)
+    monkeypatch.setattr(LocalFileSystem, "cat_file", broken)
     with pytest.raises(StorageError) as raised:
         read(storage, "b.bin", 0, 1)
     assert raised.value.transient is transient
@@ -347,13 +348,16 @@ OPENERS = [open_storage, open_target]
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize("opener", OPENERS)
-def test_options_of_the_client_may_stand_among_those_of_the_store(opener: Any, scheme: str) -> None:
+def test_options_of_the_client_may_stand_among_those_of_the_store(
+    opener: Any, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"account_name": "a", "account_key": "a2V5"} if scheme == "az" else {}
     client = {"allow_http": "true", "timeout": "7s"}
-    opened = opener(f"{scheme}://bucket/runs/a", NAMES, {**given, **client})
-    store = opened.store if opener is open_storage else opened._bucket.store
-    assert {name: store.client_options[name] for name in client} == client
-    opened.close()
+    closed, real = list[ObjectStorage](), ObjectStorage.close
+    monkeypatch.setattr(ObjectStorage, "close", lambda storage: (closed.append(storage), real(storage)))
+    opener(f"{scheme}://bucket/runs/a", NAMES, {**given, **client}).close()
+    [storage] = closed
+    assert {name: storage.store.client_options[name] for name in client} == client
 
 
 @pytest.mark.parametrize("opener", OPENERS)
