@@ -201,7 +201,6 @@ class StreamTransfer:
         self._rest: Task | None = None
         self._is_over = False
         self._cause: BaseException | None = None  # why this rank ends it on all ranks
-        job.pipeline.ends_before = self._ends_before
 
     def take(self) -> tuple[str, Tensor]:
         """Returns the next tensor.
@@ -240,7 +239,7 @@ class StreamTransfer:
             with self._session.usable():
                 errors: list[BaseException] = []
                 try:
-                    for in_place in self._job.pipeline.steps():
+                    for in_place in self._job.pipeline.steps(self._ends_before):
                         yield from self._stream_buffer.hand_out(in_place)
                     yield from self._stream_buffer.hand_out(())
                 except Exception as error:
@@ -400,7 +399,6 @@ class BoxStreamTransfer:
     def __init__(self, session: Session, plan: BoxWindows) -> None:
         self._session = session
         self._world = session.opened.world
-        self._staging_bytes = max(_LEAST_STAGING_BYTES, session.opened.options.staging_bytes // 2)
         self._plan = plan
         self._here: deque[tuple[str, Tensor]] = deque()
         self._coming: SimpleQueue[list[tuple[str, Tensor]]] = SimpleQueue()
@@ -465,7 +463,8 @@ class BoxStreamTransfer:
 
     def _load_window(self, window: range) -> None:
         boxes = {} if self._has_left else self._plan.allocate(window)
-        self._session.load(BoxRequest(boxes), staging_bytes=self._staging_bytes)
+        staging_bytes = max(_LEAST_STAGING_BYTES, self._session.opened.options.staging_bytes // 2)
+        self._session.load(BoxRequest(boxes), staging_bytes=staging_bytes)
         here = [(name, tensor) for name, pairs in boxes.items() for _, tensor in pairs]
         if here and not self._has_left:
             self._coming.put(here)
