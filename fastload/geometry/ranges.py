@@ -89,6 +89,19 @@ class Space(Generic[Ranged]):
             first = starts[index]
             yield index, max(start - first, 0), min(stop, starts[index + 1]) - first
 
+    def overlapping(self, file: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Cuts a part of a file into (index of a range, begin, end) in bytes of that range.
+
+        The ranges have to be in the order of their bytes.
+        """
+        for index in range(max(0, self.find(file, begin)), len(self.ranges)):
+            found = self.ranges[index]
+            if (found.file, found.offset) >= (file, end):
+                return
+            first, last = max(0, begin - found.offset), min(found.nbytes, end - found.offset)
+            if found.file == file and first < last:
+                yield index, first, last
+
     def find(self, file: int, offset: int) -> int:
         """Returns the index of the last range that begins at or before a byte of a file; -1 without one.
 

@@ -253,7 +253,8 @@ def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
     layout, found = plan.state.layout, dict[int, memoryview]()
     if plan.depths.exchanges:
         return None
-    for number in {number for each in plan.share.ranges for number in layout.tensors_in(each)}:
+    within = (layout.space.overlapping(each.file, each.offset, each.end) for each in plan.share.ranges)
+    for number in {number for of_range in within for number, *_ in of_range}:
         view = plan.state.reader.view(number)
         if view is None:
             return None

@@ -126,16 +126,6 @@ class Layout:
             return None
         return ByteRange(written.file, written.end, block.end - written.end)
 
-    def tensors_in(self, wanted: ByteRange) -> Iterator[int]:
-        """Yields the numbers in `space` of the tensors in a range of a file, in order."""
-        tensors = self.space.ranges
-        for number in range(max(0, self.space.find(wanted.file, wanted.offset)), len(tensors)):
-            entry = tensors[number]
-            if (entry.file, entry.offset) >= (wanted.file, wanted.end):
-                return
-            if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.offset:
-                yield number
-
     @cached_property
     def digest(self) -> str:
         """The xxh3-128 of the layout, for comparison between ranks."""

@@ -167,10 +167,8 @@ def _messages_for(
 ) -> list[ShardMessage]:
     """Returns the messages that fill a part."""
     found: dict[int, list[ShardRange]] = {writer: []}
-    for number in layout.tensors_in(part):
-        offset = layout.space.ranges[number].offset
-        shards = shard_map.tensor(number).within(part.offset - offset, part.end - offset)
-        for shard, begin, end in shards:
+    for number, first, last in layout.space.overlapping(part.file, part.offset, part.end):
+        for shard, begin, end in shard_map.tensor(number).within(first, last):
             sender = _sender(shard.holders, writer, index, members)
             found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
     return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]

@@ -163,18 +163,15 @@ class HeldBytes:
     def cut(self, byte_range: ByteRange) -> Iterator[tuple[ByteRange, Tensor | None]]:
         """Cuts a byte range into parts, each with its bytes, or None if they are not held."""
         file, at = byte_range.file, byte_range.offset
-        for index in range(max(0, self._space.find(file, at)), len(self._data)):
-            held = self._space.ranges[index]
-            if (held.file, held.offset) >= (file, byte_range.end):
-                break
-            if held.file != file or held.end <= at:
+        for index, begin, end in self._space.overlapping(file, at, byte_range.end):
+            start = self._space.ranges[index].offset
+            if start + end <= at:  # held twice
                 continue
-            if held.offset > at:
-                yield ByteRange(file, at, held.offset - at), None
-                at = held.offset
-            end = min(held.end, byte_range.end)
-            yield ByteRange(file, at, end - at), self._data[index][at - held.offset : end - held.offset]
-            at = end
+            if start + begin > at:
+                yield ByteRange(file, at, start + begin - at), None
+                at = start + begin
+            yield ByteRange(file, at, start + end - at), self._data[index][at - start : end]
+            at = start + end
         if at < byte_range.end:
             yield ByteRange(file, at, byte_range.end - at), None
 
