@@ -195,7 +195,7 @@ class MessageExchange:
                 break
             except DeadlineExceeded as late:
                 # The other end may be writing its own parts, which can take any time.
-                before, pulse = pulse, self._world.rendezvous.progress(limit_s=self._world.grace_s)
+                before, pulse = pulse, self._world.rendezvous.progress()
                 if pulse == before:
                     raise Interrupted(str(late)) from None
         self._world.note_progress()
