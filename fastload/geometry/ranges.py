@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from heapq import heapreplace
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -123,6 +124,21 @@ def join_adjacent(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def deal_uncut(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Deals ranges that are not cut, the longest first, each to the share with the fewest bytes so far.
+
+    Returns:
+        The numbers of the ranges in each share, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    totals = [(0, share) for share in range(num_shares)]
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        nbytes, share = totals[0]
+        insort(shares[share], number)
+        heapreplace(totals, (nbytes + lengths[number], share))
+    return shares
 
 
 def merged(wanted: Iterable[HasRange]) -> tuple[ByteRange, ...]:

@@ -38,7 +38,7 @@ from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
-from fastload.transfer.read import ChunkReader, Guards, Verifier
+from fastload.transfer.read import ChecksumCollector, ChunkReader, Guards, Verifier
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.transport import Transport
 
@@ -62,7 +62,7 @@ class Opened:
     world: World
     access: Access
     options: LoadOptions
-    verifier: Verifier | None
+    verifier: Verifier | ChecksumCollector | None
     tracing: Tracing
     header_bytes: int
     num_retries: int = 0

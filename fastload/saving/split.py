@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastload.base.memory import round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.ranges import ByteRange, Space, merged
+from fastload.geometry.ranges import ByteRange, Space, deal_uncut, merged
 from fastload.saving.layout import Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.demand import deal
@@ -163,7 +163,8 @@ def split_evenly(
         raise OptionError(f"num_writers={num_writers}, align_bytes={align_bytes}: must be at least 1")
     sizes = [file.nbytes for file in layout.files]
     if align_bytes is None:
-        return _split_files(sizes, num_writers)
+        dealt = deal_uncut(sizes, num_writers)
+        return tuple(tuple(ByteRange(file, 0, sizes[file]) for file in share) for share in dealt)
     units = Blocks(Space([ByteRange(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
     files, total = units.space, units.space.nbytes
     cuts = [units.floor(total * number // num_writers) for number in range(num_writers)]
@@ -174,16 +175,6 @@ def _ranges(files: Space[ByteRange], begin: int, end: int) -> Iterator[ByteRange
     """Yields a range of the concatenated files as ranges of files."""
     for file, first, stop in files.cut(begin, end - begin):
         yield ByteRange(file, first, stop - first)
-
-
-def _split_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[ByteRange, ...], ...]:
-    shares: list[list[ByteRange]] = [[] for _ in range(num_writers)]
-    loads = [0] * num_writers
-    for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
-        writer = loads.index(min(loads))
-        shares[writer].append(ByteRange(file, 0, sizes[file]))
-        loads[writer] += sizes[file]
-    return tuple(tuple(sorted(share)) for share in shares)
 
 
 _Holders = tuple[int, ...] | None
