@@ -64,8 +64,7 @@ class Verifier:
         assert manifest.block_bytes
         self._manifest = manifest
         self._on_damage = on_damage
-        self._lock = threading.Lock()
-        self._num_rereads = 0
+        self._rereads = threading.Semaphore(_MAX_REREADS)
 
     def check(
         self,
@@ -87,7 +86,7 @@ class Verifier:
             number, expected = manifest.recorded(block)
             if checksum(data) == expected:
                 continue
-            if self._may_read_again():
+            if self._rereads.acquire(blocking=False):
                 read(ByteRange(block.file, block.offset, block.nbytes, byte_range.start), [data])
                 if checksum(data) == expected:
                     continue
@@ -99,11 +98,6 @@ class Verifier:
         if isinstance(extent, TensorEntry):
             return extent.name
         return next(entry.name for entry in self._manifest.tensors if extent in entry.pieces)
-
-    def _may_read_again(self) -> bool:
-        with self._lock:
-            self._num_rereads += 1
-            return self._num_rereads <= _MAX_REREADS
 
 
 class ChecksumCollector:
