@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastload.base.devices import is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
-from fastload.base.threads import Task
+from fastload.base.threads import Task, raise_first
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -246,7 +246,7 @@ class StreamTransfer:
                     errors.append(error)
                 if self._cause is not None:
                     errors.insert(0, self._cause)
-                self._session.finish(self._job, partial(_raise_first, errors))
+                self._session.finish(self._job, partial(raise_first, errors))
         finally:
             self._is_over = True
             self._stream_buffer.close()
@@ -267,14 +267,6 @@ class StreamTransfer:
             _log.debug("after this rank had left: %s", error)
         finally:
             self._cause = None
-
-
-def _raise_first(errors: list[BaseException]) -> None:
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        errors.clear()  # else error → traceback → frame → error would keep all their memory alive
 
 
 class Departure:
