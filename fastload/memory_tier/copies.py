@@ -80,7 +80,7 @@ def send_copies(
     def move() -> None:
         incoming = [_copies_of(world, what, source, names) for source in copies.sources]
         for of_source in incoming:
-            target.reserve((copy.name, copy.begin, copy.begin + copy.nbytes) for copy in of_source)
+            target.reserve((copy.name, copy.begin, copy.nbytes) for copy in of_source)
         exchange.open()
         _receive(exchange, incoming, target)
         exchange.finish()

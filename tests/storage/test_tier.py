@@ -24,7 +24,7 @@ NBYTES = 3 << 20
 
 
 def room(plan: str = "p", nbytes: int = NBYTES) -> HostPart:
-    return HostPart(plan, {"a": b"head"}, nbytes, [("a", 1 << 20, NBYTES)])
+    return HostPart(plan, {"a": b"head"}, nbytes, [("a", 1 << 20, NBYTES - (1 << 20))])
 
 
 def make(job: JobFolder, name: str, plan: str = "p", nbytes: int = NBYTES) -> MemoryTarget:
