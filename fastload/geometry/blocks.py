@@ -67,6 +67,13 @@ class Blocks:
         start = self.space.starts[self.space.at(position)]
         return position - (position - start) % self.block_bytes
 
+    def first_of(self, file: int) -> int:
+        """Returns the number of the first block of a file, or of the next file if it has none.
+
+        The ranges have to be in the order of their bytes.
+        """
+        return self.firsts[self.space.find(file, -1) + 1]
+
     def owner(self, number: int) -> int:
         """Returns the index of the range of a block."""
         return bisect_right(self.firsts, number) - 1

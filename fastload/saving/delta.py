@@ -474,7 +474,7 @@ def _checksums(layout: Layout, rows: Sequence[list[list[int]]], what: str) -> di
         raise CheckpointError(f"{what}: {len(layout.blocks) - len(digests)} blocks were compared by no rank")
     found = {}
     for index, file in enumerate(layout.files):
-        numbers = range(layout.first_block(index), layout.first_block(index + 1))
+        numbers = range(layout.blocks.first_of(index), layout.blocks.first_of(index + 1))
         found[file.name] = b"".join(
             digests[number].to_bytes(CHECKSUM_BYTES, "big", signed=True) for number in numbers
         ).hex()

@@ -106,10 +106,6 @@ class Layout:
         """The checksum blocks of all files."""
         return Blocks(self.space, self.block_bytes)
 
-    def first_block(self, file: int) -> int:
-        """Returns the number of the first block of a file, or of the next file if it has none."""
-        return self.blocks.firsts[self.space.find(file, -1) + 1]
-
     def blocks_of(self, ranges: Sequence[ByteRange]) -> Iterator[Block]:
         """Yields the checksum blocks that begin in some ranges, which their writer hashes.
 

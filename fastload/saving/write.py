@@ -511,7 +511,7 @@ def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tup
             found += bytes.fromhex(digests)
     files = []
     for index, file in enumerate(layout.files):
-        first, end = layout.first_block(index), layout.first_block(index + 1)
+        first, end = layout.blocks.first_of(index), layout.blocks.first_of(index + 1)
         sums = bytes(found[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES])
         if len(sums) != (end - first) * CHECKSUM_BYTES:
             missing = len(sums) // CHECKSUM_BYTES
