@@ -364,9 +364,7 @@ def save(
     from fastload.saving.call import make_call
 
     call = make_call(path, process_group, metadata, storage_options, options)
-    report = saving.save(call, state)
-    call.tell(report)
-    return report
+    return saving.save(call, state)
 
 
 def save_stream(
@@ -419,9 +417,7 @@ def save_stream(
     call = make_call(path, process_group, metadata, storage_options, chosen)
     with call.world.together():
         state = take_tensors(call.world, call.what, tensors, lambda: _local(spool, "keep tensors in"))
-    report = saving.save(call, state)
-    call.tell(report)
-    return report
+    return saving.save(call, state)
 
 
 def async_save(

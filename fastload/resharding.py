@@ -7,11 +7,10 @@ rest is a load: each byte is read by one of its holders, and arrives in the memo
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import StateEncoding, encode_state
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
+from fastload.geometry.ranges import Space
 from fastload.loading.access import Access
 from fastload.loading.match import LoadRequest, Match
 from fastload.loading.prepare import Job, LoadStart, MatchedRequest, open_job, open_on_all
@@ -48,7 +48,24 @@ from fastload.transfer.routed_plan import HeldRange, Holders, RepeatedPlan, Rout
 _WHAT = "redistributing"
 _URL = "the state of the ranks"
 _NOTHING_MOVED = "nothing has moved"
-_Shard = tuple[int, int, MappedShard]  # first byte in the virtual file, number of the tensor, the shard
+
+
+class _Shard(NamedTuple):
+    """A shard in the virtual file.
+
+    Attributes:
+        offset: First byte.
+        nbytes: Length in bytes.
+        number: Number of the tensor.
+        shard: The shard.
+        file: Always 0.
+    """
+
+    offset: int
+    nbytes: int
+    number: int
+    shard: MappedShard
+    file: int = 0
 
 
 def redistribute(
@@ -190,7 +207,7 @@ class _VirtualFile:
     access: Access
     tensors: Mapping[str, Tensor]
     reader: StateReader
-    shards: Sequence[_Shard]
+    shards: Space[_Shard]
 
 
 def _open(world: World, state: Any) -> _VirtualFile:
@@ -220,10 +237,9 @@ def _open(world: World, state: Any) -> _VirtualFile:
     if merged is None:
         raise OptionError("no rank has a tensor to send: state= is None or has no tensors on all ranks")
     shards, manifest = _lay_out(merged)
-    held_ranges = [
-        HeldRange(0, offset, offset + shard.runs.total, tuple(shard.holders)) for offset, _, shard in shards
-    ]
-    holders = Holders(tuple(held_ranges))
+    holders = Holders(
+        tuple(HeldRange(0, each.offset, each.nbytes, tuple(each.shard.holders)) for each in shards.ranges)
+    )
     reader = reader.with_layout(merged.layout)
     access = Access(
         storage=_connect(world, reader, shards),
@@ -238,7 +254,7 @@ def _open(world: World, state: Any) -> _VirtualFile:
     return _VirtualFile(access, encoding.tensors, reader, shards)
 
 
-def _connect(world: World, reader: StateReader, shards: Sequence[_Shard]) -> PatientStorage:
+def _connect(world: World, reader: StateReader, shards: Space[_Shard]) -> PatientStorage:
     return PatientStorage(_StateStorage(reader, shards), Patience(0, world.patience_s / 2))
 
 
@@ -256,7 +272,7 @@ def _look(world: World, encoding: StateEncoding) -> tuple[Sequence[TensorSpec], 
 _NUM_SHOWN = 20
 
 
-def _lay_out(merged: MergedState) -> tuple[list[_Shard], Manifest]:
+def _lay_out(merged: MergedState) -> tuple[Space[_Shard], Manifest]:
     """Lays all tensors out in one virtual file."""
     numbers = {entry.name: number for number, entry in enumerate(merged.layout.space.ranges)}
     shards: list[_Shard] = []
@@ -266,7 +282,7 @@ def _lay_out(merged: MergedState) -> tuple[list[_Shard], Manifest]:
         of_tensor = merged.shard_map.tensor(numbers[spec.name]).shards if spec.name in numbers else []
         begin, pieces = position, []
         for shard in of_tensor:
-            shards.append((position, numbers[spec.name], shard))
+            shards.append(_Shard(position, shard.runs.total, numbers[spec.name], shard))
             pieces.append(Piece(shard.box, 0, position, shard.runs.total))
             position += shard.runs.total
         is_cut = len(pieces) > 1
@@ -275,7 +291,7 @@ def _lay_out(merged: MergedState) -> tuple[list[_Shard], Manifest]:
         )
         tensors.append(entry)
     file = FileEntry("", position, "", "")
-    return shards, Manifest(_URL, (file,), tuple(in_order(tensors)), structure=merged.structure)
+    return Space(shards), Manifest(_URL, (file,), tuple(in_order(tensors)), structure=merged.structure)
 
 
 class _StateStorage(Storage):
@@ -286,12 +302,11 @@ class _StateStorage(Storage):
         shards: The shards of all ranks, in the order of the file.
     """
 
-    def __init__(self, reader: StateReader, shards: Sequence[_Shard]) -> None:
+    def __init__(self, reader: StateReader, shards: Space[_Shard]) -> None:
         super().__init__(_URL)
         self.url = _URL
         self._reader = reader
         self._shards = shards
-        self._begins = [begin for begin, _, _ in shards]
 
     @property
     def shared(self) -> bool:
@@ -307,14 +322,7 @@ class _StateStorage(Storage):
     def list(self) -> list[str] | None:
         return None
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         for buffer in buffers:
             if len(buffer):
                 ranges = list(self._ranges(offset, offset + len(buffer)))
@@ -324,11 +332,9 @@ class _StateStorage(Storage):
         self._reader.settle()
 
     def _ranges(self, begin: int, end: int) -> Iterator[ShardRange]:
-        for at in range(bisect_right(self._begins, begin) - 1, len(self._shards)):
-            first, number, shard = self._shards[at]
-            if first >= end:
-                return
-            yield ShardRange(number, shard, max(0, begin - first), min(end - first, shard.runs.total))
+        for index, first, last in self._shards.cut(begin, end - begin):
+            found = self._shards.ranges[index]
+            yield ShardRange(found.number, found.shard, first, last)
 
 
 # Plans that are kept for the next call
@@ -494,7 +500,7 @@ class _KeptCall:
 
     access: Access
     reader: StateReader
-    shards: Sequence[_Shard]
+    shards: Space[_Shard]
     match: Match
     decision: StrategyChoice
     backend: str

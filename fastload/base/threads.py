@@ -308,12 +308,17 @@ def within(
             raise Interrupted(f"{what}: another rank failed")
         if left_s() <= 0:
             raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
-    if errors:
-        try:
-            raise errors[0]
-        finally:
-            errors.clear()  # else error → traceback → frame → error would keep all their memory alive
+    raise_first(errors)
     return values[0]
+
+
+def raise_first(errors: list[BaseException]) -> None:
+    """Raises the first of some errors, if there are any, and empties the list."""
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # else error → traceback → frame → error would keep all their memory alive
 
 
 def await_done(

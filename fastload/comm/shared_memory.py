@@ -210,12 +210,11 @@ class HostLink:
         self._rank = rank
         self._ranks = ranks
         self._sockets = sockets
-        self._lock = threading.Lock()
         self._num_loads = 0
         self._observer: RoundObserver | None = None
         self._collector = _Collector(ranks)
         self._memory: dict[int, tuple[int, int]] = {}  # of loads that this rank has not begun: file, bytes
-        self._has_memory = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.Lock())  # guards all of it
         self._lost: int | None = None
         Task(self._listen, "fastload-host").start()
 
@@ -242,13 +241,13 @@ class HostLink:
             Interrupted: The leader did not come, or `give_up` returned True.
             MemoryError: The system refuses that much memory.
         """
-        with self._lock:
+        with self._changed:
             self._num_loads += 1
             number = self._num_loads
         file = _make_memory(nbytes) if self._leads else self._await_memory(number, nbytes, until_s, give_up)
         try:
             memory = _map(file, nbytes)
-            with self._lock:
+            with self._changed:
                 self._collector = _Collector(self._ranks)
                 self._observer = observer  # before the others have the memory and report rounds
                 lost = self._lost
@@ -272,7 +271,7 @@ class HostLink:
 
     def end(self) -> None:
         """Ends a load; its observer is called no more."""
-        with self._lock:
+        with self._changed:
             self._observer = None
 
     def drop(self) -> None:
@@ -288,9 +287,9 @@ class HostLink:
 
     def _await_memory(self, load: int, nbytes: int, until_s: float, give_up: Callable[[], bool]) -> int:
         deadline = time.monotonic() + until_s
-        with self._has_memory:
+        with self._changed:
             while load not in self._memory:
-                self._has_memory.wait(_TICK_S)
+                self._changed.wait(_TICK_S)
                 if self._lost is not None:
                     raise Interrupted("the first rank of this host is gone")
                 if give_up():
@@ -320,7 +319,7 @@ class HostLink:
                     self._receive(key.data, self._sockets[key.data])
         for other in self._sockets.values():
             other.close()
-        with self._lock:
+        with self._changed:
             unused, self._memory = self._memory, {}
         for file, _ in unused.values():
             os.close(file)
@@ -335,9 +334,9 @@ class HostLink:
             return
         message = _HostMessage.unpack(data)
         if files:
-            with self._has_memory:
+            with self._changed:
                 self._memory[message.load] = files[0], message.released
-                self._has_memory.notify_all()
+                self._changed.notify_all()
         elif self._leads:
             self._collect(rank, message)
         else:
@@ -345,7 +344,7 @@ class HostLink:
 
     def _collect(self, rank: int, message: _HostMessage) -> None:
         """Merges, on the leader, the messages of the ranks for a round."""
-        with self._lock:
+        with self._changed:
             is_current = self._observer is not None and message.load == self._num_loads
             done = self._collector.collect(rank, message) if is_current else None
         if done is not None:
@@ -354,16 +353,16 @@ class HostLink:
             self._complete(done)
 
     def _complete(self, message: _HostMessage) -> None:
-        with self._lock:
+        with self._changed:
             observer = self._observer if message.load == self._num_loads else None
         if observer is not None:
             observer.complete(message.number, message.statuses, message.released)
 
     def _lose(self, rank: int) -> None:
-        with self._has_memory:
+        with self._changed:
             is_first, self._lost = self._lost is None, rank if self._lost is None else self._lost
             observer = self._observer
-            self._has_memory.notify_all()
+            self._changed.notify_all()
         if is_first and observer is not None:
             observer.lost(rank)
 

@@ -141,7 +141,7 @@ class CallStore:
         except PeerError as error:
             _log.debug("not set: %s", error)
 
-    def watch(self, key: str, *, alive: bool, limit_s: float) -> bool:
+    def watch(self, key: str, *, alive: bool) -> bool:
         """Returns whether a key is set; with `alive`, shows that this rank makes progress."""
 
         def look() -> bool:
@@ -149,41 +149,42 @@ class CallStore:
                 self._store.add("progress", 1)
             return bool(self._store.check([key]))
 
-        return self.ask("watching the other ranks", limit_s, look)
+        return self.ask("watching the other ranks", self.patience_s, look)
 
-    def progress(self, *, limit_s: float) -> int:
+    def progress(self) -> int:
         """Returns a number that changes while ranks make progress."""
-        return self.ask("watching the other ranks", limit_s, self._read_progress)
+        return self.ask("watching the other ranks", self.grace_s, self._read_progress)
 
-    def post(self, what: str, key: str, text: str, *, forget: Sequence[str], limit_s: float) -> None:
+    def post(self, what: str, key: str, text: str, *, forget: Sequence[str]) -> None:
         """Sets a text, and deletes others that no rank needs any more."""
 
         def post() -> None:
             self._store.set(key, text)
             self._delete(forget)
 
-        self.ask(what, limit_s, post)
+        self.ask(what, self.patience_s, post)
 
-    def await_text(self, what: str, key: str, source: int, *, wait_s: float, grace_s: float) -> str:
+    def await_text(self, what: str, key: str, source: int) -> str:
         """Returns a text as soon as a rank has set it.
 
         Raises:
-            PeerError: It did not within `wait_s`.
+            PeerError: It did not within `patience_s`.
         """
+        wait_s = self.patience_s
 
         def wait() -> str | None:
             is_set = self._wait_until(lambda: self._store.check([key]), wait_s, listen=False)
             return str(self._store.get(key), "utf-8") if is_set else None
 
-        text = self.ask(what, wait_s + grace_s, wait)
+        text = self.ask(what, self.timeout_s, wait)
         if text is None:
             late = DeadlineExceeded(f"did not come to it within {wait_s:.1f} s: killed, stopped or stuck")
             raise PeerError(f"{what}: waiting for rank {source}, which {late}", {source: late})
         return text
 
-    def count(self, what: str, key: str, more: int, *, limit_s: float) -> int:
+    def count(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share, and returns it."""
-        return self.ask(what, limit_s, lambda: int(self._store.add(key, more)))
+        return self.ask(what, self.patience_s, lambda: int(self._store.add(key, more)))
 
     def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
         """Stores bytes under a name of their own; returns the keys that they take."""
@@ -328,8 +329,7 @@ class FailureFlag:
             if alive:
                 self._moved = False
                 self._next_progress = now + min(_PROGRESS_PERIOD_S, self._store.grace_s / 4)
-            limit_s = self._store.patience_s
-            self._is_up = self._store.watch("failed", alive=alive, limit_s=limit_s)
+            self._is_up = self._store.watch("failed", alive=alive)
         return self._is_up
 
 

@@ -343,7 +343,7 @@ class World:
     def tally(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share until the end of the call, and returns it."""
         self.rendezvous.delete_at_end([key])
-        return self.rendezvous.count(what, key, more, limit_s=self.patience_s)
+        return self.rendezvous.count(what, key, more)
 
     # Failures outside of an agreement
 
@@ -431,23 +431,19 @@ class Decisions:
         Raises:
             PeerError: Rank 0 did not come to this call in time.
         """
-        world, number, limit_s = self._world, self._num_made, self._world.patience_s
+        world, number = self._world, self._num_made
         self._num_made += 1
         if world.rank != 0:
-            text = world.rendezvous.await_text(
-                self._what, self._key(number), 0, wait_s=limit_s, grace_s=world.grace_s
-            )
+            text = world.rendezvous.await_text(self._what, self._key(number), 0)
             if self._num_made % _BLOCK == 0:
-                world.rendezvous.count(self._what, self._count_key(number // _BLOCK), 1, limit_s=limit_s)
+                world.rendezvous.count(self._what, self._count_key(number // _BLOCK), 1)
             return json.loads(text)
         decision = decide()
         if world.size > 1:
             if number % _BLOCK == 0:
                 self._look_for_stale(number // _BLOCK)
             forget, self._stale = self._stale[:_DELETED_AT_ONCE], self._stale[_DELETED_AT_ONCE:]
-            world.rendezvous.post(
-                self._what, self._key(number), json.dumps(decision), forget=forget, limit_s=limit_s
-            )
+            world.rendezvous.post(self._what, self._key(number), json.dumps(decision), forget=forget)
         return decision
 
     def _look_for_stale(self, num_blocks: int) -> None:
@@ -455,7 +451,7 @@ class Decisions:
         world, block = self._world, self._num_read_blocks
         if block < num_blocks:
             counter = self._count_key(block)
-            num_ranks = world.rendezvous.count(self._what, counter, 0, limit_s=world.patience_s)
+            num_ranks = world.rendezvous.count(self._what, counter, 0)
             if num_ranks == world.size - 1:
                 self._num_read_blocks += 1
                 self._stale += map(self._key, range(block * _BLOCK, (block + 1) * _BLOCK))

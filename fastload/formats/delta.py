@@ -14,7 +14,7 @@ The commit record names the base, and has the checksums of the result.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -438,34 +438,22 @@ class DeltaStorage(PatientStorage):
     def map(self, name: str) -> None:
         return None
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         if name not in self._sizes:
-            self._stored.read_into(name, offset, buffers, version, via_cache)
+            self._stored.read_into(name, offset, buffers, version)
             return
-        self._base.read_into(name, offset, buffers, self._versions[name], via_cache)
+        self._base.read_into(name, offset, buffers, self._versions[name])
         for buffer in buffers:
-            for entry, begin, end in self._within(self._numbers[name], offset, offset + len(buffer)):
+            file, tensors = self._numbers[name], self._tensors
+            for number, begin, end in tensors.overlapping(file, offset, offset + len(buffer)):
+                entry = tensors.ranges[number]
                 first = entry.offset + begin - offset
                 self._changes.apply(entry.name, begin, end, buffer[first : first + end - begin])
             offset += len(buffer)
 
-    def _within(self, file: int, begin: int, end: int) -> Iterator[tuple[TensorEntry, int, int]]:
-        """Yields the tensors in a part of a file, each with the range of its bytes."""
-        tensors = self._tensors.ranges
-        for number in range(max(0, self._tensors.find(file, begin)), len(tensors)):
-            entry = tensors[number]
-            if (entry.file, entry.offset) >= (file, end):
-                return
-            first, last = max(0, begin - entry.offset), min(entry.nbytes, end - entry.offset)
-            if entry.file == file and first < last:
-                yield entry, first, last
+    def share_reads(self, shared: bool) -> None:
+        self._base.share_reads(shared)
+        self._stored.share_reads(shared)
 
     def stop(self) -> None:
         super().stop()

@@ -167,8 +167,7 @@ class Manifest:
     @cached_property
     def _first_blocks(self) -> list[int]:
         """For each file, the number of its first block."""
-        blocks = self.blocks
-        return [blocks.firsts[blocks.space.find(file, -1) + 1] for file in range(len(self.files))]
+        return [self.blocks.first_of(file) for file in range(len(self.files))]
 
     def recorded(self, block: Block) -> tuple[int, bytes]:
         """Returns the number of one of `blocks` within its file, and its recorded checksum."""
@@ -183,7 +182,7 @@ class Manifest:
         url = f"{self.url.rstrip('/')}/{name}" if name else self.url
         return (
             f"{url}: block {number} "
-            f"[bytes {block.offset}-{block.offset + block.nbytes}] of tensor {tensor[:200]!r}: checksum "
+            f"[bytes {block.offset}-{block.end}] of tensor {tensor[:200]!r}: checksum "
             f"{expected.hex()} expected, {found.hex()} found"
         )
 

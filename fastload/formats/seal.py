@@ -116,18 +116,11 @@ class SealableFile(PatientStorage):
                 raise
             return None  # object stores deny access to what does not exist, to those who may not list it
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         if name != SEAL_NAME or self.list() is not None:
-            super().read_into(name, offset, buffers, version, via_cache)
+            super().read_into(name, offset, buffers, version)
         else:
-            self._opened().read_into("", offset, buffers, version, via_cache)
+            self._opened().read_into("", offset, buffers, version)
 
     def label(self, name: str) -> str:
         is_own = name == SEAL_NAME and self.list() is None

@@ -30,6 +30,11 @@ class Block(NamedTuple):
     offset: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        """The byte after the last one in the file."""
+        return self.offset + self.nbytes
+
 
 class Blocks:
     """The blocks of a space. Each range is cut every `block_bytes`, counted from its first byte.
@@ -61,6 +66,13 @@ class Blocks:
         """Returns the first byte, in the space, of the block at a position."""
         start = self.space.starts[self.space.at(position)]
         return position - (position - start) % self.block_bytes
+
+    def first_of(self, file: int) -> int:
+        """Returns the number of the first block of a file, or of the next file if it has none.
+
+        The ranges have to be in the order of their bytes.
+        """
+        return self.firsts[self.space.find(file, -1) + 1]
 
     def owner(self, number: int) -> int:
         """Returns the index of the range of a block."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from heapq import heapreplace
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -89,6 +90,19 @@ class Space(Generic[Ranged]):
             first = starts[index]
             yield index, max(start - first, 0), min(stop, starts[index + 1]) - first
 
+    def overlapping(self, file: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Cuts a part of a file into (index of a range, begin, end) in bytes of that range.
+
+        The ranges have to be in the order of their bytes.
+        """
+        for index in range(max(0, self.find(file, begin)), len(self.ranges)):
+            found = self.ranges[index]
+            if (found.file, found.offset) >= (file, end):
+                return
+            first, last = max(0, begin - found.offset), min(found.nbytes, end - found.offset)
+            if found.file == file and first < last:
+                yield index, first, last
+
     def find(self, file: int, offset: int) -> int:
         """Returns the index of the last range that begins at or before a byte of a file; -1 without one.
 
@@ -110,6 +124,21 @@ def join_adjacent(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def deal_uncut(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Deals ranges that are not cut, the longest first, each to the share with the fewest bytes so far.
+
+    Returns:
+        The numbers of the ranges in each share, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    totals = [(0, share) for share in range(num_shares)]
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        nbytes, share = totals[0]
+        insort(shares[share], number)
+        heapreplace(totals, (nbytes + lengths[number], share))
+    return shares
 
 
 def merged(wanted: Iterable[HasRange]) -> tuple[ByteRange, ...]:

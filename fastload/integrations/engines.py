@@ -223,8 +223,6 @@ class Weights(Iterator[tuple[str, Tensor]]):
         self._open = ExitStack()
         self._prefix = ""
         self._tensors: Iterator[tuple[str, Tensor]] = iter(())
-        self._checkpoint: fastload.Checkpoint | None = None
-        self._began = 0.0
         self.names: set[str] = set()
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -232,9 +230,8 @@ class Weights(Iterator[tuple[str, Tensor]]):
             try:
                 name, tensor = next(self._tensors)
             except StopIteration:
-                self._log_report()
+                self._open.close()
                 if not self._sources:
-                    self._open.close()
                     raise
                 self.open_next()
             else:
@@ -253,14 +250,13 @@ class Weights(Iterator[tuple[str, Tensor]]):
 
     def open_next(self) -> None:
         """Opens the next source. Call it first to find out whether the first source exists."""
-        self._open.close()
-        self._began = time.perf_counter()
-        source = self._sources.popleft()
-        self._checkpoint = self._open.enter_context(
+        began, source = time.perf_counter(), self._sources.popleft()
+        checkpoint = self._open.enter_context(
             fastload.open(source.path, process_group=self._group, options=self._options)
         )
+        self._open.callback(self._log_report, checkpoint, began)
         self._prefix = source.prefix
-        self._tensors = self._open.enter_context(self._checkpoint.tensors(device=self._device, borrow=True))
+        self._tensors = self._open.enter_context(checkpoint.tensors(device=self._device, borrow=True))
 
     def within(self) -> Iterator[tuple[str, Tensor]]:
         """Returns an iterator that holds the context while it runs. The first source is open by then."""
@@ -272,12 +268,11 @@ class Weights(Iterator[tuple[str, Tensor]]):
 
         return iterate()
 
-    def _log_report(self) -> None:
-        report = self._checkpoint.report if self._checkpoint is not None else None
-        self._checkpoint = None
+    def _log_report(self, checkpoint: fastload.Checkpoint, began: float) -> None:
+        report = checkpoint.report
         if report is None or not self._is_first:
             return
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - began
         self._log.info(
             "fastload: %s: %.3f GB in %.2f s (%.2f GB/s), read %.2f times from storage (%s: %s)",
             *(report.url, report.bytes_wanted / 1e9, seconds, report.bytes_wanted / 1e9 / max(seconds, 1e-9)),

@@ -116,7 +116,7 @@ class Prefetch(BackgroundReads):
             begin, middle, end = (plan.chunk(index, rank).start for index in rounds)
             for start, stop, ranks in ((begin, middle, (rank,)), (middle, end, readers)):
                 held += [
-                    HeldRange(each.file, each.offset, each.end, ranks)
+                    HeldRange(each.file, each.offset, each.nbytes, ranks)
                     for each in plan.byte_ranges(Chunk(start, stop - start))
                 ]
         return Holders(tuple(sorted(held)))

@@ -38,7 +38,7 @@ from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
-from fastload.transfer.read import ChunkReader, Guards, Verifier
+from fastload.transfer.read import ChecksumCollector, ChunkReader, Guards, Verifier
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.transport import Transport
 
@@ -62,7 +62,7 @@ class Opened:
     world: World
     access: Access
     options: LoadOptions
-    verifier: Verifier | None
+    verifier: Verifier | ChecksumCollector | None
     tracing: Tracing
     header_bytes: int
     num_retries: int = 0
@@ -91,21 +91,21 @@ class Opened:
             self.options.read_threads, plan, ranks_on_host=self.ranks_on_host, in_order=in_order
         )
 
-    def open_reader(self, plan: Plan, *, in_parts: bool, via_cache: bool = False) -> ChunkReader:
+    def open_reader(self, plan: Plan, *, in_parts: bool, shared: bool = False) -> ChunkReader:
         """Opens the reader of this rank's chunks.
 
         Args:
             plan: The plan.
             in_parts: Whether data may be read without their first byte; see `Guards`.
-            via_cache: Whether other ranks of this host read the same bytes.
+            shared: Whether other ranks of this host read the same bytes.
         """
-        manifest = self.access.manifest
+        manifest, storage = self.access.manifest, self.access.storage
+        storage.share_reads(shared)
         return ChunkReader(
-            self.access.storage,
+            storage,
             manifest.files,
             threads=self.read_threads(plan),
             verifier=self.verifier,
-            via_cache=via_cache,
             guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
             held=self.access.held,
         )
@@ -392,8 +392,8 @@ def open_job(matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: Wri
         MemoryError: Staging buffers do not fit into memory.
     """
     opened, options, access = matched.opened, matched.opened.options, matched.opened.access
-    via_cache = matched.decision.alone and opened.ranks_on_host > 1
-    reader = opened.open_reader(plan, in_parts=not isinstance(plan, TransferPlan), via_cache=via_cache)
+    shared = matched.decision.alone and opened.ranks_on_host > 1
+    reader = opened.open_reader(plan, in_parts=not isinstance(plan, TransferPlan), shared=shared)
     writer = writer or matched.match.writer or TensorWriter(matched.match.destinations, opened.cores)
     pipeline = Pipeline(
         opened.world,

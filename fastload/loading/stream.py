@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastload.base.devices import is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
-from fastload.base.threads import Task
+from fastload.base.threads import Task, raise_first
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -201,7 +201,6 @@ class StreamTransfer:
         self._rest: Task | None = None
         self._is_over = False
         self._cause: BaseException | None = None  # why this rank ends it on all ranks
-        job.pipeline.ends_before = self._ends_before
 
     def take(self) -> tuple[str, Tensor]:
         """Returns the next tensor.
@@ -240,14 +239,14 @@ class StreamTransfer:
             with self._session.usable():
                 errors: list[BaseException] = []
                 try:
-                    for in_place in self._job.pipeline.steps():
+                    for in_place in self._job.pipeline.steps(self._ends_before):
                         yield from self._stream_buffer.hand_out(in_place)
                     yield from self._stream_buffer.hand_out(())
                 except Exception as error:
                     errors.append(error)
                 if self._cause is not None:
                     errors.insert(0, self._cause)
-                self._session.finish(self._job, partial(_raise_first, errors))
+                self._session.finish(self._job, partial(raise_first, errors))
         finally:
             self._is_over = True
             self._stream_buffer.close()
@@ -268,14 +267,6 @@ class StreamTransfer:
             _log.debug("after this rank had left: %s", error)
         finally:
             self._cause = None
-
-
-def _raise_first(errors: list[BaseException]) -> None:
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        errors.clear()  # else error → traceback → frame → error would keep all their memory alive
 
 
 class Departure:
@@ -400,7 +391,6 @@ class BoxStreamTransfer:
     def __init__(self, session: Session, plan: BoxWindows) -> None:
         self._session = session
         self._world = session.opened.world
-        self._staging_bytes = max(_LEAST_STAGING_BYTES, session.opened.options.staging_bytes // 2)
         self._plan = plan
         self._here: deque[tuple[str, Tensor]] = deque()
         self._coming: SimpleQueue[list[tuple[str, Tensor]]] = SimpleQueue()
@@ -465,7 +455,8 @@ class BoxStreamTransfer:
 
     def _load_window(self, window: range) -> None:
         boxes = {} if self._has_left else self._plan.allocate(window)
-        self._session.load(BoxRequest(boxes), staging_bytes=self._staging_bytes)
+        staging_bytes = max(_LEAST_STAGING_BYTES, self._session.opened.options.staging_bytes // 2)
+        self._session.load(BoxRequest(boxes), staging_bytes=staging_bytes)
         here = [(name, tensor) for name, pairs in boxes.items() for _, tensor in pairs]
         if here and not self._has_left:
             self._coming.put(here)

@@ -7,7 +7,6 @@ Hugging Face hub has of them.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from fastload.errors import ChecksumError, IncompleteCheckpoint
 from fastload.formats.manifest import FileEntry, Manifest, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.formats.record import CHECKSUM_BYTES
+from fastload.geometry.ranges import deal_uncut
 from fastload.loading.access import Access
 from fastload.loading.prepare import LoadStart, Opened
 from fastload.loading.session import Session
@@ -33,7 +33,7 @@ from fastload.report import RankReport, VerifyReport
 from fastload.storage import Storage
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.plan import plan_transfer
-from fastload.transfer.read import ChecksumCollector, ChunkReader, Damage, Guards, Verifier
+from fastload.transfer.read import ChecksumCollector, Damage, Verifier
 
 _NUM_SHOWN = 20
 _MAX_NOTED = 1000
@@ -75,7 +75,7 @@ class CompleteRead:
     """
 
     def __init__(self, session: Session, verifier: Verifier | ChecksumCollector) -> None:
-        self._opened = opened = session.opened
+        self._opened = opened = replace(session.opened, verifier=verifier)
         access, options = opened.access, opened.options
         self._plan = plan_transfer(
             access.manifest.extents,
@@ -83,17 +83,11 @@ class CompleteRead:
             (),
             staging_bytes=options.staging_bytes,
             chunk_bytes=options.chunk_bytes,
-            block_bytes=access.manifest.block_bytes,
+            block_bytes=opened.block_bytes,
             even_slots=True,
             contiguous=access.is_mounted,
         )
-        self.reader = ChunkReader(
-            access.storage,
-            access.manifest.files,
-            threads=opened.read_threads(self._plan),
-            verifier=verifier,
-            guards=Guards(access.manifest, in_parts=True) if access.manifest.guards else None,
-        )
+        self.reader = opened.open_reader(self._plan, in_parts=True)
 
     def run(self, call: str, found: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Reads everything.
@@ -290,7 +284,8 @@ def compare_share(
         ChecksumError: A file differs.
         StorageError: A file cannot be read.
     """
-    share = _deal([file for file, digest in known.items() if digest], num_ranks)[number]
+    files = [file for file, digest in known.items() if digest]
+    share = [files[at] for at in deal_uncut([file.nbytes for file in files], num_ranks)[number]]
     stopped = threading.Event()
     workers = Workers(min(_NUM_HASHED, len(share)), "fastload-sha256")
     try:
@@ -306,17 +301,6 @@ def compare_share(
         stopped.set()
         workers.close(wait_s=0.0)  # a read without an answer must not delay the exit
     return share
-
-
-def _deal(files: Sequence[FileEntry], num_ranks: int) -> list[list[FileEntry]]:
-    """Deals files to ranks, each to that with the fewest bytes so far, the largest first."""
-    dealt: list[list[FileEntry]] = [[] for _ in range(num_ranks)]
-    loads = [(0, number) for number in range(num_ranks)]
-    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
-        nbytes, number = loads[0]
-        dealt[number].append(file)
-        heapq.heapreplace(loads, (nbytes + file.nbytes, number))
-    return dealt
 
 
 def _sha_256(world: World, storage: Storage, file: FileEntry, stopped: threading.Event) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor
 from fastload.base.memory import host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
+from fastload.geometry.ranges import ByteRange
 from fastload.memory_tier.groups import CopyPlan
 from fastload.saving.exchange import BufferRing, MessageExchange, connect
-from fastload.saving.layout import FileRange
 from fastload.storage.memory_target import MemoryTarget
 
 _PLACE = "copied"  # where in the store
@@ -29,11 +29,7 @@ class _Copy(NamedTuple):
     peer: int
     name: str
     begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
+    nbytes: int
 
 
 def send_copies(
@@ -41,7 +37,7 @@ def send_copies(
     what: str,
     target: MemoryTarget,
     copies: CopyPlan,
-    parts: Sequence[FileRange],
+    parts: Sequence[ByteRange],
     names: Sequence[str],
 ) -> None:
     """Sends this rank's share to other hosts, and writes the shares that it receives.
@@ -67,7 +63,9 @@ def send_copies(
 
     wire, _ = connect(world, what, {*copies.targets, *copies.sources}, show, sends=bool(copies.targets))
     assert wire is not None
-    outgoing = [_Copy(rank, *part) for part in _named(parts, names) for rank in copies.targets]
+    outgoing = [
+        _Copy(rank, names[part.file], part.offset, part.nbytes) for part in parts for rank in copies.targets
+    ]
     buffers = BufferRing(_NUM_OUTGOING, [copy.nbytes for copy in outgoing], pinned=False)
 
     def read(number: int) -> Tensor:
@@ -82,7 +80,7 @@ def send_copies(
     def move() -> None:
         incoming = [_copies_of(world, what, source, names) for source in copies.sources]
         for of_source in incoming:
-            target.reserve((copy.name, copy.begin, copy.end) for copy in of_source)
+            target.reserve((copy.name, copy.begin, copy.nbytes) for copy in of_source)
         exchange.open()
         _receive(exchange, incoming, target)
         exchange.finish()
@@ -109,9 +107,5 @@ def _receive(exchange: MessageExchange, incoming: Sequence[Sequence[_Copy]], tar
 
 def _copies_of(world: World, what: str, source: int, names: Sequence[str]) -> list[_Copy]:
     packed = require_left(what, world.take_bytes(what, _PLACE, source, keep=True), source)
-    parts = json.loads(zlib.decompress(packed))
-    return [_Copy(source, *part) for part in _named(parts, names)]
-
-
-def _named(parts: Sequence[Sequence[int]], names: Sequence[str]) -> list[tuple[str, int, int]]:
-    return [(names[file], begin, end) for file, begin, end in parts]
+    parts = (ByteRange(*part) for part in json.loads(zlib.decompress(packed)))
+    return [_Copy(source, names[part.file], part.offset, part.nbytes) for part in parts]

@@ -20,11 +20,12 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
+from fastload.geometry.ranges import ByteRange
 from fastload.memory_tier.manifest import ShareTable
 from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_file, read_table
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.exchange import BufferRing
-from fastload.saving.layout import FileRange, Layout, LayoutFile
+from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
@@ -200,14 +201,14 @@ def _deal(
     found: InMemoryCheckpoint,
     target: Target,
     num_ranks: int,
-) -> list[list[FileRange]]:
+) -> list[list[ByteRange]]:
     """Returns the ranges that each rank writes: each byte once, by a rank whose host has it.
 
     Raises:
         StorageError: Storage takes files only in parts that no host has completely.
     """
     unit = target.align_bytes(max((nbytes for _, nbytes in files), default=1))
-    dealt: list[list[FileRange]] = [[] for _ in range(num_ranks)]
+    dealt: list[list[ByteRange]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for file, (name, nbytes) in enumerate(files):
         ranges = [
@@ -221,7 +222,7 @@ def _deal(
                 )
             writer = min(holders, key=lambda rank: (loads[rank], rank not in shares, rank))
             loads[writer] += end - begin
-            dealt[writer].append(FileRange(file, begin, end))
+            dealt[writer].append(ByteRange(file, begin, end - begin))
     return dealt
 
 
@@ -247,7 +248,7 @@ def _parts(
 
 
 def _write(
-    storage: PatientStorage, names: Sequence[str], ranges: Sequence[FileRange], writer: PartWriter
+    storage: PatientStorage, names: Sequence[str], ranges: Sequence[ByteRange], writer: PartWriter
 ) -> Mapping[str, Any]:
     """Writes ranges, and verifies the blocks that begin in them; returns the receipt.
 
@@ -291,7 +292,7 @@ class _HostParts:
     depth = 4
 
     def __init__(
-        self, storage: PatientStorage, manifest: Manifest, names: Sequence[str], parts: Sequence[FileRange]
+        self, storage: PatientStorage, manifest: Manifest, names: Sequence[str], parts: Sequence[ByteRange]
     ) -> None:
         self._storage = storage
         self._versions = {file.name: file.version for file in manifest.files}
@@ -300,8 +301,8 @@ class _HostParts:
         self._buffers = BufferRing(self.depth, [part.nbytes for part in parts], pinned=False)
 
     def part(self, index: int) -> memoryview:
-        file, begin, end = self._parts[index]
-        data = host_view(self._buffers.get(index)[: end - begin])
-        name = self._names[file]
-        self._storage.read_into(name, begin, [data], self._versions[name])
+        part = self._parts[index]
+        data = host_view(self._buffers.get(index)[: part.nbytes])
+        name = self._names[part.file]
+        self._storage.read_into(name, part.offset, [data], self._versions[name])
         return data

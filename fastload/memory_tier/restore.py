@@ -249,7 +249,8 @@ def _holders(
         for name, ranges in files.items() if ranks else ():
             if name in numbers:
                 for begin, end in ranges:
-                    held += _complete_blocks(manifest.blocks, HeldRange(numbers[name], begin, end, ranks))
+                    of_share = HeldRange(numbers[name], begin, end - begin, ranks)
+                    held += _complete_blocks(manifest.blocks, of_share)
     for name in table.whole:
         if name in numbers:
             number = numbers[name]
@@ -263,31 +264,31 @@ def _complete_blocks(blocks: Blocks, held: HeldRange) -> Iterable[HeldRange]:
 
     The tensors of a file are contiguous, and so are its blocks.
     """
-    file, begin, end, _ = held
-    first = next((block.offset for _, block in blocks.between(file, begin, end)), end)
-    incomplete = blocks.at(file, end - 1)
-    last = end
-    if incomplete is not None and incomplete.offset + incomplete.nbytes > end:
+    complete = blocks.between(held.file, held.offset, held.end)
+    first = next((block.offset for _, block in complete), held.end)
+    incomplete = blocks.at(held.file, held.end - 1)
+    last = held.end
+    if incomplete is not None and incomplete.end > last:
         last = incomplete.offset
     if first < last:
-        yield held._replace(begin=first, end=last)
+        yield held._replace(offset=first, nbytes=last - first)
 
 
 def _without(held: Sequence[HeldRange], bad: Sequence[tuple[int, int, int, int]]) -> Iterable[HeldRange]:
     """Yields held ranges without the ranks on which they are damaged."""
     for each in held:
-        cuts = [one for one in bad if one[0] == each.file and one[1] < each.end and one[2] > each.begin]
+        cuts = [one for one in bad if one[0] == each.file and one[1] < each.end and one[2] > each.offset]
         if not cuts:
             yield each
             continue
-        bounds = {each.begin, each.end}
-        bounds |= {bound for one in cuts for bound in one[1:3] if each.begin < bound < each.end}
+        bounds = {each.offset, each.end}
+        bounds |= {bound for one in cuts for bound in one[1:3] if each.offset < bound < each.end}
         ordered = sorted(bounds)
         for begin, end in pairwise(ordered):
             damaged = {rank for _, first, last, rank in cuts if first < end and last > begin}
             ranks = tuple(rank for rank in each.ranks if rank not in damaged)
             if ranks:
-                yield HeldRange(each.file, begin, end, ranks)
+                yield HeldRange(each.file, begin, end - begin, ranks)
 
 
 def _find_damage(group: Any, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions) -> _Damage:
@@ -347,10 +348,10 @@ def _damaged(
     memory = allocate_staging(max(manifest.block_bytes, _MIN_BUFFER_BYTES), pinned=False)
     for held in holders.ranges[part::num_parts]:
         file = manifest.files[held.file]
-        for _, block in manifest.blocks.between(held.file, held.begin, held.end):
+        for _, block in manifest.blocks.between(held.file, held.offset, held.end):
             data = host_view(memory[: block.nbytes])
             storage.read_into(file.name, block.offset, [data], file.version)
             if checksum(data) != manifest.recorded(block)[1]:
-                yield held.file, block.offset, block.offset + block.nbytes
+                yield held.file, block.offset, block.end
         world.note_progress()
         world.peer_failed()  # also shows the progress to the others

@@ -127,7 +127,7 @@ def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequ
         plan=xxhash.xxh3_128_hexdigest(json.dumps(facts).encode()),
         heads={file.name: file.header for file in layout.files},
         nbytes=own_bytes * len(copies.held) + sum(len(file.header) for file in layout.files),
-        ranges=[(names[file], begin, end) for file, begin, end in parts],
+        ranges=[(names[part.file], part.offset, part.nbytes) for part in parts],
     )
 
 

@@ -170,7 +170,6 @@ class MemoryTier:
         self._folder = folder
         self._directories = directories
         self._num_begun = 0
-        self._has_failed = False  # the last save; the first failure is a warning
         self._buffers = BufferPool(1)
         self._unit = cache(partial(_unit, job.open_target))
         what = "waiting for rank 0: has the last save to memory ended?"
@@ -209,6 +208,7 @@ class MemoryTier:
         """
         began = time.perf_counter()
         self.settle()
+        is_first = self.last is None or not self.last.error  # failure in a row, which is a warning
         self._num_begun += 1
         name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
         world = self._join(f"saving step {step} to memory")
@@ -235,21 +235,20 @@ class MemoryTier:
             begun = begin(call, state)
         except MemoryError as error:  # `begin` has notified the other ranks; the training continues
             begun = error
-        self.last = TierSave(lambda: self._finish(call, begun))
+        self.last = TierSave(lambda: self._finish(call, begun, is_first=is_first))
         return self.last
 
-    def _finish(self, call: TierSaveCall, begun: BegunSave | MemoryError) -> TierSaveReport:
+    def _finish(
+        self, call: TierSaveCall, begun: BegunSave | MemoryError, *, is_first: bool
+    ) -> TierSaveReport:
         try:
             if isinstance(begun, MemoryError):
                 raise begun
-            report = finish(call, begun)
+            return finish(call, begun)
         except Exception as error:
-            is_first, self._has_failed = not self._has_failed, True
             level = logging.WARNING if self._job.world.rank == 0 and is_first else logging.DEBUG
             _log.log(level, "step %d is not saved to memory: %s", call.step, error)
             raise
-        self._has_failed = False
-        return report
 
     def settle(self) -> None:
         """Waits until the last save has ended."""

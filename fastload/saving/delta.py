@@ -45,10 +45,11 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum, record_digest
 from fastload.formats.safetensors.header import LENGTH_BYTES
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
+from fastload.geometry.ranges import ByteRange
 from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall, base_name
 from fastload.saving.exchange import PartAssembler, connect
-from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
@@ -252,7 +253,8 @@ def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
     layout, found = plan.state.layout, dict[int, memoryview]()
     if plan.depths.exchanges:
         return None
-    for number in {number for each in plan.share.ranges for number in layout.tensors_in(each)}:
+    within = (layout.space.overlapping(each.file, each.offset, each.end) for each in plan.share.ranges)
+    for number in {number for of_range in within for number, *_ in of_range}:
         view = plan.state.reader.view(number)
         if view is None:
             return None
@@ -311,16 +313,17 @@ class _Comparer:
         """Ends the threads; returns whether all calls have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
-    def _cut(self, part: FileRange, tensors: Mapping[int, memoryview]) -> list[_Run]:
+    def _cut(self, part: ByteRange, tensors: Mapping[int, memoryview]) -> list[_Run]:
         """Returns the blocks that begin in a part."""
         found = []
-        for number, group in groupby(self._layout.blocks.between(*part), key=itemgetter(0)):
+        within = self._layout.blocks.between(part.file, part.offset, part.end)
+        for number, group in groupby(within, key=itemgetter(0)):
             blocks = [block for _, block in group]
             begin = blocks[0].offset - self._layout.space.ranges[number].offset
             found.append(_Run(blocks, tensors[number][begin : begin + _length(blocks)]))
         return found
 
-    def _late(self, _: FileRange) -> StorageError:
+    def _late(self, _: ByteRange) -> StorageError:
         return StorageError(
             f"storage did not answer within {self._world.patience_s:.1f} s", url=self._base.manifest.url
         )
@@ -328,7 +331,7 @@ class _Comparer:
     def _compare(self, runs: Sequence[_Run]) -> None:
         """Compares adjacent blocks of a file."""
         first, last = runs[0].blocks[0], runs[-1].blocks[-1]
-        nbytes = last.offset + last.nbytes - first.offset
+        nbytes = last.end - first.offset
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -379,7 +382,7 @@ class _Run(NamedTuple):
 
 
 def _length(blocks: Sequence[Block]) -> int:
-    return blocks[-1].offset + blocks[-1].nbytes - blocks[0].offset
+    return blocks[-1].end - blocks[0].offset
 
 
 class _BlockCutter:
@@ -393,7 +396,7 @@ class _BlockCutter:
         self._pieces = BlockPieces(blocks)
         self._begun = bytearray()
 
-    def feed(self, part: FileRange, data: memoryview) -> list[_Run]:
+    def feed(self, part: ByteRange, data: memoryview) -> list[_Run]:
         """Returns the blocks that end in the next part, which are adjacent."""
         found, complete = [], list[Block]()
         for block, piece, ends in self._pieces.feed(part, data):
@@ -405,7 +408,7 @@ class _BlockCutter:
                 found.append(_Run([block], memoryview(self._begun)))
                 self._begun = bytearray()
         if complete:
-            begin = complete[0].offset - part.begin
+            begin = complete[0].offset - part.offset
             found.append(_Run(complete, data[begin : begin + _length(complete)]))
         return found
 
@@ -471,7 +474,7 @@ def _checksums(layout: Layout, rows: Sequence[list[list[int]]], what: str) -> di
         raise CheckpointError(f"{what}: {len(layout.blocks) - len(digests)} blocks were compared by no rank")
     found = {}
     for index, file in enumerate(layout.files):
-        numbers = range(layout.first_block(index), layout.first_block(index + 1))
+        numbers = range(layout.blocks.first_of(index), layout.blocks.first_of(index + 1))
         found[file.name] = b"".join(
             digests[number].to_bytes(CHECKSUM_BYTES, "big", signed=True) for number in numbers
         ).hex()

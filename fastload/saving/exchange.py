@@ -195,7 +195,7 @@ class MessageExchange:
                 break
             except DeadlineExceeded as late:
                 # The other end may be writing its own parts, which can take any time.
-                before, pulse = pulse, self._world.rendezvous.progress(limit_s=self._world.grace_s)
+                before, pulse = pulse, self._world.rendezvous.progress()
                 if pulse == before:
                     raise Interrupted(str(late)) from None
         self._world.note_progress()
@@ -350,7 +350,7 @@ class PartAssembler:
         if is_own and self._snapshot is not None and _is_one_run(positions[0]):
             return host_view(self._snapshot.get(messages[0]))
         buffer = self._buffers["parts"].get(index)[: part.nbytes]
-        header = layout.files[part.file].header[part.begin : part.end]
+        header = layout.files[part.file].header[part.offset : part.end]
         if header:
             host_view(buffer[: len(header)])[:] = header
         for message, runs in zip(messages, positions, strict=True):

@@ -36,7 +36,7 @@ from fastload.formats.safetensors.header import (
     offsets_text,
 )
 from fastload.geometry.blocks import Block, Blocks, good_block_bytes
-from fastload.geometry.ranges import Space
+from fastload.geometry.ranges import ByteRange, Space
 
 if TYPE_CHECKING:
     from fastload.options import SaveOptions
@@ -58,19 +58,6 @@ class TensorSpec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-
-
-class FileRange(NamedTuple):
-    """The bytes [begin, end) of a file; never empty."""
-
-    file: int
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -119,36 +106,21 @@ class Layout:
         """The checksum blocks of all files."""
         return Blocks(self.space, self.block_bytes)
 
-    def first_block(self, file: int) -> int:
-        """Returns the number of the first block of a file, or of the next file if it has none."""
-        return self.blocks.firsts[self.space.find(file, -1) + 1]
-
-    def blocks_of(self, ranges: Sequence[FileRange]) -> Iterator[Block]:
+    def blocks_of(self, ranges: Sequence[ByteRange]) -> Iterator[Block]:
         """Yields the checksum blocks that begin in some ranges, which their writer hashes.
 
         So each block has one writer that hashes it. The last block may end beyond the ranges.
         """
-        for file, begin, end in ranges:
-            for _, block in self.blocks.between(file, begin, end):
+        for each in ranges:
+            for _, block in self.blocks.between(each.file, each.offset, each.end):
                 yield block
 
-    def tail_of(self, written: FileRange) -> FileRange | None:
+    def tail_of(self, written: ByteRange) -> ByteRange | None:
         """Returns the bytes after a range that belong to a block which begins in it; None without any."""
-        file, begin, end = written
-        block = self.blocks.at(file, end - 1)
-        if block is None or block.offset < begin or block.offset + block.nbytes == end:
+        block = self.blocks.at(written.file, written.end - 1)
+        if block is None or block.offset < written.offset or block.end == written.end:
             return None
-        return FileRange(file, end, block.offset + block.nbytes)
-
-    def tensors_in(self, wanted: FileRange) -> Iterator[int]:
-        """Yields the numbers in `space` of the tensors in a range of a file, in order."""
-        tensors = self.space.ranges
-        for number in range(max(0, self.space.find(wanted.file, wanted.begin)), len(tensors)):
-            entry = tensors[number]
-            if (entry.file, entry.offset) >= (wanted.file, wanted.end):
-                return
-            if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.begin:
-                yield number
+        return ByteRange(written.file, written.end, block.end - written.end)
 
     @cached_property
     def digest(self) -> str:

@@ -16,7 +16,8 @@ from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from fastload.geometry.box import Runs
-from fastload.saving.layout import FileRange, Layout
+from fastload.geometry.ranges import ByteRange
+from fastload.saving.layout import Layout
 from fastload.saving.shard_map import Intervals, MappedShard, ShardMap, TensorShards
 
 
@@ -106,7 +107,7 @@ class MessagePlan:
 def plan_messages(
     layout: Layout,
     shard_map: ShardMap,
-    parts: Sequence[Mapping[int, Sequence[FileRange]]],
+    parts: Sequence[Mapping[int, Sequence[ByteRange]]],
     rank: int,
     groups: Sequence[Sequence[int]],
     batch_bytes: int,
@@ -128,7 +129,7 @@ def plan_messages(
     for of_group, members in zip(parts, map(frozenset, groups), strict=True):
         if rank in of_group:
             own = [
-                _messages_for(layout, shard_map, FileRange(*part), rank, index, members)
+                _messages_for(layout, shard_map, part, rank, index, members)
                 for index, part in enumerate(of_group[rank])
             ]
             batches = _batches(of_group[rank], batch_bytes)
@@ -141,12 +142,12 @@ def plan_messages(
     return MessagePlan(own, batches, outgoing)
 
 
-def positions_in(layout: Layout, part: FileRange, message: ShardMessage) -> list[Runs]:
+def positions_in(layout: Layout, part: ByteRange, message: ShardMessage) -> list[Runs]:
     """Returns the positions in a part of the bytes of a message, in the order of the message."""
     positions: list[Runs] = []
     first, last = 0, 0  # of a contiguous run, as most are
     for number, shard, begin, end in message.ranges:
-        offset = layout.space.ranges[number].offset - part.begin
+        offset = layout.space.ranges[number].offset - part.offset
         for start, length, steps in shard.runs.cut(begin, end):
             if not steps and start + offset == last:
                 last += length
@@ -162,14 +163,12 @@ def positions_in(layout: Layout, part: FileRange, message: ShardMessage) -> list
 
 
 def _messages_for(
-    layout: Layout, shard_map: ShardMap, part: FileRange, writer: int, index: int, members: Collection[int]
+    layout: Layout, shard_map: ShardMap, part: ByteRange, writer: int, index: int, members: Collection[int]
 ) -> list[ShardMessage]:
     """Returns the messages that fill a part."""
     found: dict[int, list[ShardRange]] = {writer: []}
-    for number in layout.tensors_in(part):
-        offset = layout.space.ranges[number].offset
-        shards = shard_map.tensor(number).within(part.begin - offset, part.end - offset)
-        for shard, begin, end in shards:
+    for number, first, last in layout.space.overlapping(part.file, part.offset, part.end):
+        for shard, begin, end in shard_map.tensor(number).within(first, last):
             sender = _sender(shard.holders, writer, index, members)
             found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
     return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]
@@ -178,14 +177,14 @@ def _messages_for(
 def _outgoing(
     layout: Layout,
     shard_map: ShardMap,
-    parts: Mapping[int, Sequence[FileRange]],
+    parts: Mapping[int, Sequence[ByteRange]],
     rank: int,
     members: Collection[int],
     batch_bytes: int,
 ) -> list[ShardMessage]:
     """Returns the messages from a rank to other writers of a group."""
     known = Intervals(
-        ((part.file, part.begin), (part.file, part.end), (part, writer, index))
+        ((part.file, part.offset), (part.file, part.end), (part, writer, index))
         for writer, of_writer in parts.items()
         for index, part in enumerate(of_writer)
     )
@@ -200,7 +199,7 @@ def _outgoing(
             for part, writer, index in known.overlapping(first, last):
                 if _sender(shard.holders, writer, index, members) != rank:
                     continue
-                begin = shard.runs.before(part.begin - entry.offset)
+                begin = shard.runs.before(part.offset - entry.offset)
                 end = shard.runs.before(part.end - entry.offset)
                 if begin < end:
                     found.setdefault((writer, index), []).append(ShardRange(number, shard, begin, end))
@@ -214,14 +213,14 @@ def _outgoing(
     ]
 
 
-def _batches(parts: Sequence[FileRange], batch_bytes: int) -> list[range]:
+def _batches(parts: Sequence[ByteRange], batch_bytes: int) -> list[range]:
     """Returns the parts of a writer in batches."""
     firsts, nbytes = [0], 0
-    for index, (_, begin, end) in enumerate(parts):
-        if nbytes and nbytes + end - begin > batch_bytes:
+    for index, part in enumerate(parts):
+        if nbytes and nbytes + part.nbytes > batch_bytes:
             firsts.append(index)
             nbytes = 0
-        nbytes += end - begin
+        nbytes += part.nbytes
     return [range(first, end) for first, end in pairwise([*firsts, len(parts)])]
 
 

@@ -49,7 +49,7 @@ class BegunSave:
 
 
 def save(call: SaveCall, state: Any) -> SaveReport:
-    """Saves a state; returns when the checkpoint exists.
+    """Saves a state, and calls `on_report` when the checkpoint exists.
 
     Raises:
         FastloadError: It failed, and pending files were removed; the same error on all ranks.
@@ -61,7 +61,9 @@ def save(call: SaveCall, state: Any) -> SaveReport:
             plan = make_plan(call, encoded, agreed)
     begun = BegunSave(plan, agreed, None, None)
     with finishing(call, begun):
-        return _write(call, begun, agreed, 0.0)
+        report = _write(call, begun, agreed, 0.0)
+    call.tell(report)
+    return report
 
 
 @torch.no_grad()  # else each access to a DTensor switches gradients off and on

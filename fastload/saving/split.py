@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fastload.base.memory import round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.ranges import ByteRange, Space, merged
-from fastload.saving.layout import FileRange, Layout
+from fastload.geometry.ranges import ByteRange, Space, deal_uncut, merged
+from fastload.saving.layout import Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.demand import deal
 
@@ -69,18 +69,18 @@ class WriterShare:
         tails: Numbers of the parts that it only hashes: the rest of blocks that begin in a range.
     """
 
-    ranges: Sequence[FileRange] = ()
-    parts: Sequence[FileRange] = ()
+    ranges: Sequence[ByteRange] = ()
+    parts: Sequence[ByteRange] = ()
     tails: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, layout: Layout, ranges: Sequence[FileRange], part_bytes: int) -> WriterShare:
+    def of(cls, layout: Layout, ranges: Sequence[ByteRange], part_bytes: int) -> WriterShare:
         """Returns the share of a writer with these ranges, in parts of at most so many bytes."""
-        parts: list[FileRange] = []
+        parts: list[ByteRange] = []
         tails = set()
         for written in ranges:
-            file, begin, end = written
-            parts += [FileRange(file, at, min(end, at + part_bytes)) for at in range(begin, end, part_bytes)]
+            for at in range(written.offset, written.end, part_bytes):
+                parts.append(ByteRange(written.file, at, min(part_bytes, written.end - at)))
             if tail := layout.tail_of(written):
                 tails.add(len(parts))
                 parts.append(tail)
@@ -100,7 +100,7 @@ def round_to_units(part_bytes: int, align_bytes: int | None) -> int:
 
 def split(
     layout: Layout, shard_map: ShardMap, writers: Sequence[int], align_bytes: int | None
-) -> dict[int, Sequence[FileRange]]:
+) -> dict[int, Sequence[ByteRange]]:
     """Splits the bytes of the files, headers included, among the writers; each byte once.
 
     If every rank holds everything, each writer gets one contiguous range. Else files are cut into units of
@@ -128,20 +128,20 @@ def split(
             by_holders.setdefault(holders or (), []).append(ByteRange(file, begin, end - begin))
     spaces = [Space(extents) for extents in by_holders.values()]
     shares = deal([[(0, space.nbytes)] for space in spaces], list(by_holders), sorted(writers))
-    found: dict[int, list[FileRange]] = {writer: [] for writer in writers}
+    found: dict[int, list[ByteRange]] = {writer: [] for writer in writers}
     for number, writer, begin, end in ((each.group, each.reader, each.begin, each.end) for each in shares):
         space = spaces[number]
         first, last = (_floor(space, position, align_bytes) for position in (begin, end))
         for index, start, stop in space.cut(first, last - first):
             file, offset, *_ = space.ranges[index]
-            found[writer].append(FileRange(file, offset + start, offset + stop))
+            found[writer].append(ByteRange(file, offset + start, stop - start))
     _even_out(found, align_bytes)
-    return {writer: _joined(ranges) for writer, ranges in found.items()}
+    return {writer: merged(sorted(ranges)) for writer, ranges in found.items()}
 
 
 def split_evenly(
     layout: Layout, *, num_writers: int, align_bytes: int | None
-) -> tuple[tuple[FileRange, ...], ...]:
+) -> tuple[tuple[ByteRange, ...], ...]:
     """Splits the bytes of the files, headers included, evenly; each byte once.
 
     Each writer gets one contiguous range of the concatenated files, cut between files and at multiples of
@@ -163,27 +163,18 @@ def split_evenly(
         raise OptionError(f"num_writers={num_writers}, align_bytes={align_bytes}: must be at least 1")
     sizes = [file.nbytes for file in layout.files]
     if align_bytes is None:
-        return _split_files(sizes, num_writers)
+        dealt = deal_uncut(sizes, num_writers)
+        return tuple(tuple(ByteRange(file, 0, sizes[file]) for file in share) for share in dealt)
     units = Blocks(Space([ByteRange(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
     files, total = units.space, units.space.nbytes
     cuts = [units.floor(total * number // num_writers) for number in range(num_writers)]
     return tuple(tuple(_ranges(files, begin, end)) for begin, end in pairwise([*cuts, total]))
 
 
-def _ranges(files: Space[ByteRange], begin: int, end: int) -> Iterator[FileRange]:
+def _ranges(files: Space[ByteRange], begin: int, end: int) -> Iterator[ByteRange]:
     """Yields a range of the concatenated files as ranges of files."""
     for file, first, stop in files.cut(begin, end - begin):
-        yield FileRange(file, first, stop)
-
-
-def _split_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRange, ...], ...]:
-    shares: list[list[FileRange]] = [[] for _ in range(num_writers)]
-    loads = [0] * num_writers
-    for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
-        writer = loads.index(min(loads))
-        shares[writer].append(FileRange(file, 0, sizes[file]))
-        loads[writer] += sizes[file]
-    return tuple(tuple(sorted(share)) for share in shares)
+        yield ByteRange(file, first, stop - first)
 
 
 _Holders = tuple[int, ...] | None
@@ -196,25 +187,26 @@ class _HeldRange(NamedTuple):
     holders: _Holders
 
 
-def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
+def _even_out(found: dict[int, list[ByteRange]], align_bytes: int) -> None:
     """Moves units from the writer with the most bytes to the one with the fewest."""
-    loads = {writer: sum(end - begin for _, begin, end in ranges) for writer, ranges in found.items()}
+    loads = {writer: sum(each.nbytes for each in ranges) for writer, ranges in found.items()}
     mean, (part, few_bytes) = sum(loads.values()) / len(loads), _MOST_UNEVEN
     bound = mean + max(mean * part, few_bytes)
     while True:
         most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
         if loads[most] <= bound:
             return
-        file, begin, end = found[most].pop()
-        cut = max(begin, (end - 1) // align_bytes * align_bytes)
-        if begin < cut:
-            found[most].append(FileRange(file, begin, cut))
-        if loads[least] + end - cut >= loads[most]:
-            found[most].append(FileRange(file, cut, end))
+        last = found[most].pop()
+        cut = max(last.offset, (last.end - 1) // align_bytes * align_bytes)
+        moved = ByteRange(last.file, cut, last.end - cut)
+        if last.offset < cut:
+            found[most].append(ByteRange(last.file, last.offset, cut - last.offset))
+        if loads[least] + moved.nbytes >= loads[most]:
+            found[most].append(moved)
             return
-        found[least].insert(0, FileRange(file, cut, end))
-        loads[most] -= end - cut
-        loads[least] += end - cut
+        found[least].insert(0, moved)
+        loads[most] -= moved.nbytes
+        loads[least] += moved.nbytes
 
 
 def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
@@ -224,11 +216,6 @@ def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
     index = space.at(position)
     within = position - space.starts[index]
     return position - min(within, (space.ranges[index].offset + within) % align_bytes)
-
-
-def _joined(ranges: Sequence[FileRange]) -> list[FileRange]:
-    joined = merged(ByteRange(file, begin, end - begin) for file, begin, end in sorted(ranges))
-    return [FileRange(each.file, each.offset, each.end) for each in joined]
 
 
 def _held_ranges(

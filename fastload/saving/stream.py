@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastload.base.memory import byte_view, host_view
+from fastload.base.memory import byte_view, host_view, round_up
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
 from fastload.geometry.dtensors import is_dtensor, local_of
-from fastload.storage.single_file import Spool
+from fastload.storage.folders import os_errors, write_all
 
+_ALIGN_BYTES = 64  # for any dtype
 _PIECE_BYTES = 32 << 20
 _LOCAL = "_local_tensor"  # of a DTensor, as torch's protocol of tensor subclasses names it
+
+
+class _Spool:
+    """A file without a name for bytes that memory may be too small for: appended, then mapped.
+
+    The kernel writes its pages to disk, and drops them, as it needs memory. Nothing is left after a kill.
+
+    Args:
+        folder: A directory on a local disk.
+
+    Attributes:
+        end: Offset of the next byte, a multiple of `_ALIGN_BYTES`.
+
+    Raises:
+        StorageError: There is no such directory, or no permission.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.end = 0
+        with os_errors(folder):
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
+
+    def append(self, data: memoryview) -> None:
+        """Appends bytes, and moves the end to where a tensor may begin.
+
+        Raises:
+            StorageError: The disk is full.
+        """
+        with os_errors(self._folder, self.end, len(data)):
+            write_all(self._file.fileno(), self.end, data)
+        self.end = round_up(self.end + len(data), _ALIGN_BYTES)
+
+    def map(self) -> memoryview:
+        """Maps everything; writes to it change nothing but memory. The map outlasts `close`."""
+        if not self.end:
+            return memoryview(bytearray())
+        with os_errors(self._folder):
+            os.ftruncate(self._file.fileno(), self.end)
+            return memoryview(mmap.mmap(self._file.fileno(), self.end, access=mmap.ACCESS_COPY))
+
+    def close(self) -> None:
+        """Closes the file, which is gone with its map."""
+        self._file.close()
 
 
 class _Place(NamedTuple):
@@ -55,7 +103,7 @@ def take_tensors(
 
     def take() -> None:
         places: dict[str, _Place] = {}
-        spool = Spool(folder())
+        spool = _Spool(folder())
         try:
             for name, tensor in tensors:
                 _require_new(name, tensor, places, world.rank)
@@ -104,7 +152,7 @@ def _dtensor_wrapper(tensor: Any) -> Callable[[Tensor], Tensor]:
     return lambda local: unflatten({**kept, _LOCAL: local}, context, shape, stride)
 
 
-def _append(world: World, spool: Spool, tensor: Tensor) -> None:
+def _append(world: World, spool: _Spool, tensor: Tensor) -> None:
     """Appends a tensor; a piece at a time from an accelerator, since host memory may be short."""
     flat = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     for begin in range(0, flat.numel(), _PIECE_BYTES):
@@ -112,7 +160,6 @@ def _append(world: World, spool: Spool, tensor: Tensor) -> None:
             raise Interrupted("the save stopped because it failed on another rank")
         spool.append(host_view(flat[begin : begin + _PIECE_BYTES].cpu()))
         world.note_progress()
-    spool.align()
 
 
 def _view(data: memoryview, place: _Place) -> Tensor:

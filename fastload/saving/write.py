@@ -24,9 +24,10 @@ from fastload.formats.manifest import Delta
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.geometry.blocks import Block
+from fastload.geometry.ranges import ByteRange
 from fastload.saving.call import SaveCall
 from fastload.saving.exchange import PartAssembler, connect
-from fastload.saving.layout import FileRange, Layout, LayoutFile
+from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.per_rank import PerRankFiles, collect_own, show_own
 from fastload.saving.plan import SavePlan
 from fastload.saving.snapshot import Snapshot
@@ -255,7 +256,7 @@ class PartWriter:
             hasher.feed(part, data)
             return None if index in share.tails else partial(self._write, part, data)
 
-        def ended(part: FileRange) -> None:
+        def ended(part: ByteRange) -> None:
             nonlocal done_bytes
             done_bytes += part.nbytes
             if self._progress is not None:
@@ -271,27 +272,27 @@ class PartWriter:
         """Ends the threads; returns whether all writes have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
-    def _write(self, part: FileRange, data: memoryview) -> None:
+    def _write(self, part: ByteRange, data: memoryview) -> None:
         with self.watch.span(nbytes=len(data)):
-            self._target.write(self._names[part.file], part.begin, data)
+            self._target.write(self._names[part.file], part.offset, data)
 
-    def _late(self, part: FileRange | None = None) -> StorageError:
+    def _late(self, part: ByteRange | None = None) -> StorageError:
         """Returns the error for the write of a part, or for the flush, that did not end in time."""
         text = f"storage did not answer within {self._world.patience_s:.1f} s"
         if part is None:
             return StorageError(f"{text} to the flush", url=self._target.url)
         url = f"{self._target.url}/{self._names[part.file]}"
-        return StorageError(text, url=url, offset=part.begin, nbytes=part.nbytes)
+        return StorageError(text, url=url, offset=part.offset, nbytes=part.nbytes)
 
 
 def work_on_parts(
     world: World,
     workers: Workers,
-    parts: Sequence[FileRange],
+    parts: Sequence[ByteRange],
     depth: int,
     begin: Callable[[int], Callable[[], object] | None],
-    late: Callable[[FileRange], StorageError],
-    ended: Callable[[FileRange], object] = lambda _: None,
+    late: Callable[[ByteRange], StorageError],
+    ended: Callable[[ByteRange], object] = lambda _: None,
 ) -> None:
     """Works on the parts of a share in threads, until another rank fails.
 
@@ -343,14 +344,14 @@ class BlockPieces:
         """Whether all blocks have ended."""
         return self._block is None
 
-    def feed(self, part: FileRange, data: memoryview) -> Iterator[tuple[Block, memoryview, bool]]:
+    def feed(self, part: ByteRange, data: memoryview) -> Iterator[tuple[Block, memoryview, bool]]:
         """Yields the blocks in the next part, their bytes in it, and whether they end with these."""
         ends = True
         while ends and (block := self._block) is not None:
             if block.file != part.file or block.offset >= part.end:
                 return
-            begin = block.offset + self._num_found_bytes - part.begin
-            end = block.offset + block.nbytes - part.begin
+            begin = block.offset + self._num_found_bytes - part.offset
+            end = block.end - part.offset
             piece, ends = data[begin:end], end <= len(data)
             self._num_found_bytes = 0 if ends else self._num_found_bytes + len(piece)
             self._block = next(self._blocks, None) if ends else block
@@ -369,7 +370,7 @@ class BlockHasher:
         self._begun = xxhash.xxh3_64()
         self._found: list[tuple[int, bytearray]] = []
 
-    def feed(self, part: FileRange, data: memoryview) -> None:
+    def feed(self, part: ByteRange, data: memoryview) -> None:
         """Hashes the next part, without the blocks of other writers."""
         for block, piece, ends in self._pieces.feed(part, data):
             if len(piece) == block.nbytes:
@@ -510,7 +511,7 @@ def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tup
             found += bytes.fromhex(digests)
     files = []
     for index, file in enumerate(layout.files):
-        first, end = layout.first_block(index), layout.first_block(index + 1)
+        first, end = layout.blocks.first_of(index), layout.blocks.first_of(index + 1)
         sums = bytes(found[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES])
         if len(sums) != (end - first) * CHECKSUM_BYTES:
             missing = len(sums) // CHECKSUM_BYTES

@@ -187,10 +187,7 @@ def _batches(inventory: Inventory, numbers: Mapping[int, bytes]) -> Iterator[lis
     batch: list[Block] = []
     nbytes = 0
     for block in map(inventory.blocks.__getitem__, sorted(numbers)):
-        follows = batch and (block.file, block.offset) == (
-            batch[-1].file,
-            batch[-1].offset + batch[-1].nbytes,
-        )
+        follows = batch and (block.file, block.offset) == (batch[-1].file, batch[-1].end)
         if batch and (not follows or nbytes + block.nbytes > _PROOF_BYTES):
             yield batch
             batch, nbytes = [], 0

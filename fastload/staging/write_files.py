@@ -48,7 +48,7 @@ class BlockCheck:
         self._inventory = inventory
         self._read_again = read_again
         self._verify = verify
-        self._lock = threading.Lock()
+        self._rereads = threading.Semaphore(_MAX_REREADS)
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
 
@@ -62,7 +62,8 @@ class BlockCheck:
         recorded = self._inventory.recorded(block.number) if self._verify else b""
         if not recorded:
             return found
-        if found != recorded and self._may_read_again():
+        if found != recorded and self._rereads.acquire(blocking=False):
+            self.rereads.add(1)
             again = memoryview(bytearray(block.nbytes))
             with contextlib.suppress(StorageError):  # a host that only receives may not see the source
                 self._read_again(block, again)
@@ -70,18 +71,11 @@ class BlockCheck:
                     data[:], found = again, second
         if found != recorded:
             name = self._inventory.files[block.file].name
-            where = f"{name} [bytes {block.offset}-{block.offset + block.nbytes}]"
+            where = f"{name} [bytes {block.offset}-{block.end}]"
             text = f"{where}: checksum {recorded.hex()} expected, {found.hex()} found"
             raise ChecksumError(f"damaged: {text}", (text,))
         self.verified.add(block.nbytes)
         return found
-
-    def _may_read_again(self) -> bool:
-        with self._lock:
-            if self.rereads.total >= _MAX_REREADS:
-                return False
-            self.rereads.add(1)
-            return True
 
 
 class FileWriter:

@@ -163,14 +163,7 @@ class Storage(ABC):
         raise StorageError("it cannot list directories", self.url)
 
     @abstractmethod
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         """Fills the buffers, in order, with the bytes from an offset on.
 
         Args:
@@ -178,11 +171,15 @@ class Storage(ABC):
             offset: First byte.
             buffers: Buffers of any sizes.
             version: `FileStat.version` of the file, from any host; empty to accept any version.
-            via_cache: Whether other processes of this host read the same bytes now, so that the page cache
-                saves reads. Ignored by storage without one.
 
         Raises:
             StorageError: The file is too short, was replaced, or cannot be read.
+        """
+
+    def share_reads(self, shared: bool) -> None:  # noqa: B027 (most have no page cache)
+        """Says whether other processes of this host read the same bytes from now on.
+
+        If they do, reads through the page cache cost less than direct ones.
         """
 
     def read_all(self, name: str, about: FileStat) -> bytes:

@@ -93,14 +93,7 @@ class FsspecStorage(WritableStorage):
         is_single = len(found) == 1 and found[0]["name"].strip("/") == self._path(name).strip("/")
         return None if is_single and found[0]["type"] == "file" else found
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return  # a range request cannot ask for nothing

@@ -320,14 +320,7 @@ class HubStorage(Storage):
                     files[name] = about
         return {name: Folder(files) for name, files in sorted(found.items())}
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return
@@ -343,9 +336,12 @@ class HubStorage(Storage):
         blob = [f"blobs/{content}"] if content else []
         for cached in (*blob, f"snapshots/{commit}/{self._in_repository(name)}"):
             if self._cache.stat(cached) is not None:
-                self._cache.read_into(cached, offset, buffers, via_cache=via_cache)
+                self._cache.read_into(cached, offset, buffers)
                 return
         self._download(name, commit, content, offset, buffers)
+
+    def share_reads(self, shared: bool) -> None:
+        self._cache.share_reads(shared)
 
     def sha256(self, name: str, version: str) -> str:
         parts = _VERSION.fullmatch(version)

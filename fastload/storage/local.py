@@ -58,6 +58,7 @@ class LocalStorage(Storage):
         self._files: dict[str, _File] = {}
         self._folder: int | None = None
         self._io = io
+        self._shares_reads = False
         self._direct_count = ByteCounter()
         self._lock = threading.Lock()
         self._buffer = AlignedBuffer()
@@ -143,17 +144,10 @@ class LocalStorage(Storage):
                         found[entry.name] = self._about(status)
         return found
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         wanted = [buffer for buffer in buffers if len(buffer)]
         nbytes = sum(map(len, wanted))
-        io = "buffered" if via_cache and self._io == "auto" else self._io
+        io = "buffered" if self._shares_reads and self._io == "auto" else self._io
         file = self._file(name)
         with os_errors(file.path, offset, nbytes), file.cached.use() as cached:
             done = 0
@@ -162,6 +156,9 @@ class LocalStorage(Storage):
             self._read_buffered(io, file, cached, offset + done, take(wanted, done)[1])
             if change := file.change(cached):
                 raise StorageError(change, file.path, offset, nbytes)
+
+    def share_reads(self, shared: bool) -> None:
+        self._shares_reads = shared
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         path = self._path(name)

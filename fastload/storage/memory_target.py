@@ -26,7 +26,7 @@ class HostPart:
         plan: Text that identifies the ranges; see `JobFolder.make`.
         heads: First bytes of each file, by name.
         nbytes: Memory in bytes for all ranks of the host.
-        ranges: The ranges that this rank writes: (name, begin, end).
+        ranges: The ranges that this rank writes: (name, offset, length).
     """
 
     plan: str
@@ -110,14 +110,14 @@ class MemoryTarget:
         return self._opened
 
     def reserve(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Allocates the memory for ranges of files.
+        """Allocates the memory for ranges of files: (name, offset, length).
 
         Raises:
             StorageError: There is no room.
         """
-        for name, begin, end in ranges:
-            with self._files.use(name, begin, end - begin) as file:
-                folders.reserve_range(file, begin, end - begin)
+        for name, offset, nbytes in ranges:
+            with self._files.use(name, offset, nbytes) as file:
+                folders.reserve_range(file, offset, nbytes)
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         assert offset + len(data) <= self._sizes[name], (name, offset, len(data))

@@ -126,15 +126,11 @@ class PatientStorage(Storage):
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         return self._patiently(lambda: self._storage.folders(prefix))
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
-        self._patiently(lambda: self._storage.read_into(name, offset, buffers, version, via_cache))
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
+        self._patiently(lambda: self._storage.read_into(name, offset, buffers, version))
+
+    def share_reads(self, shared: bool) -> None:
+        self._storage.share_reads(shared)
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         return self._patiently(lambda: self._storage.read_all(name, about))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from fastload.base.memory import round_up
 from fastload.errors import CheckpointExists, StorageError
 from fastload.storage.folders import NOT_LINKED, closing, os_errors, write_all
-
-_ALIGN_BYTES = 64
 
 
 def make_pending(path: str, *, overwrite: bool) -> str:
@@ -110,54 +106,6 @@ def require_writable(path: str) -> None:
             tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", url=path) from error
-
-
-class Spool:
-    """A file without a name for bytes that memory may be too small for: appended, then mapped.
-
-    The kernel writes its pages to disk, and drops them, as it needs memory. Nothing is left after a kill.
-
-    Args:
-        folder: A directory on a local disk.
-
-    Attributes:
-        end: Offset of the next byte, a multiple of the alignment of any dtype where a tensor begins.
-
-    Raises:
-        StorageError: There is no such directory, or no permission.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self.end = 0
-        with os_errors(folder):
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
-
-    def append(self, data: memoryview) -> None:
-        """Appends bytes.
-
-        Raises:
-            StorageError: The disk is full.
-        """
-        with os_errors(self._folder, self.end, len(data)):
-            write_all(self._file.fileno(), self.end, data)
-        self.end += len(data)
-
-    def align(self) -> None:
-        """Moves the end to where a tensor may begin."""
-        self.end = round_up(self.end, _ALIGN_BYTES)
-
-    def map(self) -> memoryview:
-        """Maps everything; writes to it change nothing but memory. The map outlasts `close`."""
-        if not self.end:
-            return memoryview(bytearray())
-        with os_errors(self._folder):
-            os.ftruncate(self._file.fileno(), self.end)
-            return memoryview(mmap.mmap(self._file.fileno(), self.end, access=mmap.ACCESS_COPY))
-
-    def close(self) -> None:
-        """Closes the file, which is gone with its map."""
-        self._file.close()
 
 
 def write_text(path: str, pieces: Iterable[str]) -> None:

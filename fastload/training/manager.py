@@ -415,7 +415,7 @@ class CheckpointManager:
         )
         if policy.async_:
             return save_in_background(call, state)
-        call.tell(save(call, state))
+        save(call, state)
         return None
 
     # What there is

@@ -154,8 +154,7 @@ class _Decider:
         return ScheduleAnswer(stop or due, stop, self._pending.failed, in_memory)
 
     def _is_signalled(self) -> bool:
-        world = self._world
-        return self._signals.received or world.rendezvous.watch(_STOP, alive=False, limit_s=world.patience_s)
+        return self._signals.received or self._world.rendezvous.watch(_STOP, alive=False)
 
 
 class _Windows:

@@ -258,8 +258,7 @@ class Watch:
 
     def close(self) -> None:
         """Releases the memory of the versions that were read."""
-        self._is_closed = True
-        self._end(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Watch:
         return self
@@ -268,7 +267,11 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_closed = True
-        self._end(kind, error, trace)
+        given, self._given = self._given, None
+        reading, self._reading = self._reading, None
+        for checkpoint in (given, reading[1] if reading is not None else None):
+            if checkpoint is not None:
+                checkpoint.__exit__(kind, error, trace)
 
     def _release(self) -> None:
         """Closes the version that was given out last."""
@@ -277,15 +280,6 @@ class Watch:
         given, self._given = self._given, None
         if given is not None:
             given.close()
-
-    def _end(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        given, self._given = self._given, None
-        reading, self._reading = self._reading, None
-        for checkpoint in (given, reading[1] if reading is not None else None):
-            if checkpoint is not None:
-                checkpoint.__exit__(kind, error, trace)
 
     def _agree(self, work: Callable[[], Any]) -> list[Any]:
         group, timeout_s = self._terms.arguments["process_group"], self._terms.options.timeout_s

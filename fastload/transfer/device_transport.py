@@ -32,7 +32,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Slots, Transport
+from fastload.transfer.transport import FAILED, TICK_S, Delivery, OwnChunk, Round, Slots, Transport
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: the kernels of all phases have to run at once
@@ -340,7 +340,7 @@ class DeviceTransport(_BackendTransport):
         self._statuses.append(statuses)
         self._buffers.append(buffer)
 
-    def start(self, work: Round) -> None:
+    def start(self, work: Round, status: int) -> None:
         work.began = self.watch.start()
         ended = torch.Event(self.device)
         assert work.slots is not None, "made for this transport"
@@ -350,22 +350,22 @@ class DeviceTransport(_BackendTransport):
             self._last = self._streams[0]
             # Tensors that the caller allocated in inference mode cannot be written in another mode.
             with torch.inference_mode(), use_stream(self._last):
-                self._run(work.slots, work, statuses)
+                self._run(work.slots, work.own, status, statuses)
                 ended.record(self._last)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
         self._events.follow(work, ended, partial(_note, work, tuple(work.slots.each), statuses))
 
-    def _run(self, slots: Slots, work: Round, statuses: Tensor) -> None:
+    def _run(self, slots: Slots, own: OwnChunk | None, status: int, statuses: Tensor) -> None:
         """Sends chunks, and one status of each reader, to all ranks."""
         assert self._broadcast is not None
         readers = tuple(slots.each)
         statuses.zero_()
-        if work.own is not None:
-            (chunk,) = work.own.memory
+        if own is not None:
+            (chunk,) = own.memory
             copy_async(chunk, slots.each[self._rank][: chunk.numel()])
-            statuses[readers.index(self._rank)].fill_(work.status)
+            statuses[readers.index(self._rank)].fill_(status)
         self._broadcast.run(readers, slots.memory, statuses)
 
     @contextmanager
@@ -486,7 +486,7 @@ class RoutedDeviceTransport(_BackendTransport):
     def packing(self) -> AbstractContextManager[None]:
         return self._on(self._packing)
 
-    def start(self, work: Round) -> None:
+    def start(self, work: Round, status: int) -> None:
         work.began = self.watch.start()
         ended = torch.Event(self.device)
         try:
@@ -500,10 +500,10 @@ class RoutedDeviceTransport(_BackendTransport):
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
-        self._events.follow(work, ended, partial(self._note, work))
+        self._events.follow(work, ended, partial(self._note, work, status))
 
-    def _note(self, work: Round) -> None:
-        if work.status == FAILED:
+    def _note(self, work: Round, status: int) -> None:
+        if status == FAILED:
             work.statuses = {self._rank: FAILED}
 
     def _exchange(self, deliveries: Collection[Delivery]) -> None:

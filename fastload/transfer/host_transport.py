@@ -218,9 +218,9 @@ class HostTransport(Transport):
         if self._relay is not None:
             self._relay.post(work)
 
-    def start(self, work: Round) -> None:
+    def start(self, work: Round, status: int) -> None:
         work.began = self.watch.start()
-        notice = _Notice(work.status, work.index) if work.status else None
+        notice = _Notice(status, work.index) if status else None
         if self._relay is not None:
             self._relay.send(work, self._rank, notice)
             work.started.set()

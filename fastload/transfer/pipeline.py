@@ -112,10 +112,9 @@ class Starter:
         unpacked = self._pack(work)  # even an unread chunk, since others wait for its messages
         # Not result(): the traceback of a raised error has this frame, and so forms a cycle with the error.
         error = unpacked or (read.exception() if read is not None else None)
-        if error is not None:
-            work.status = self._note(error, work.index)
+        status = self._note(error, work.index) if error is not None else 0
         try:
-            self._transport.start(work)
+            self._transport.start(work, status)
         except Exception as error:
             self._note(error, work.index)
             work.broke(error)
@@ -213,6 +212,10 @@ def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_
     return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
+def _never(number: int) -> bool:
+    return False
+
+
 class Pipeline:
     """Moves all rounds of a plan through read, exchange and place, by the transport that fits.
 
@@ -243,8 +246,6 @@ class Pipeline:
         transport: Sends and receives messages.
         num_posted: Rounds that this rank has begun, counted over all plans.
         broken: Readers that dropped out; the same on every rank.
-        ends_before: Called with the number of each round, over all plans, before it begins. True ends the
-            transfer after the rounds in flight. It has to return True for the same round on all ranks.
 
     Raises:
         MemoryError: Staging buffers do not fit into memory.
@@ -270,10 +271,8 @@ class Pipeline:
         self._buffers = Buffers(plan, world.rank, self.transport, writer)
         self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
-        self._first_index = 0
         self.num_posted = 0
         self.broken: set[int] = set()
-        self.ends_before: Callable[[int], bool] = _never
 
     @property
     def read_error(self) -> BaseException | None:
@@ -319,8 +318,12 @@ class Pipeline:
         for _ in self.steps():
             pass
 
-    def steps(self) -> Iterator[list[tuple[int, int]]]:
+    def steps(self, ends_before: Callable[[int], bool] = _never) -> Iterator[list[tuple[int, int]]]:
         """Runs all rounds, one for each step; later rounds are read and exchanged meanwhile.
+
+        Args:
+            ends_before: Called with the number of each round, over all plans, before it begins. True ends the
+                transfer after the rounds in flight. It has to return True for the same round on all ranks.
 
         Yields:
             (start, length) of the bytes of a round that were read or received in place; the rest was placed.
@@ -335,7 +338,7 @@ class Pipeline:
         try:
             plan: Plan | None = self.plan
             while plan is not None:
-                plan = yield from self._run_plan(plan)
+                plan = yield from self._run_plan(plan, ends_before)
         except BaseException as error:
             self.reader.stop()
             if not isinstance(error, Interrupted | DeadlineExceeded):
@@ -354,7 +357,9 @@ class Pipeline:
         finally:
             self._starter.end()
 
-    def _run_plan(self, plan: Plan) -> Generator[list[tuple[int, int]], None, Plan | None]:
+    def _run_plan(
+        self, plan: Plan, ends_before: Callable[[int], bool]
+    ) -> Generator[list[tuple[int, int]], None, Plan | None]:
         """Runs a plan until its end or until a reader drops out; then returns the plan for the rest."""
         rounds: deque[Round] = deque()
         lacking: list[tuple[int, int]] = []
@@ -366,11 +371,11 @@ class Pipeline:
             if not broken:
                 self._ahead.read(plan, index)
             while not broken and not has_ended and len(rounds) < depth and num_posted < plan.num_rounds:
-                if has_ended := self.ends_before(self._first_index + num_posted):
+                if has_ended := ends_before(self.num_posted):
                     break
                 rounds.append(self._post(plan, num_posted))
                 num_posted += 1
-                self.num_posted = self._first_index + num_posted
+                self.num_posted += 1
             if not rounds:
                 break
             unread = self._finish(plan, index, rounds[0])
@@ -381,7 +386,6 @@ class Pipeline:
                 lacking += [(index, rank) for rank in unread]
             elif self._starter.read_error is not None and plan.readers == (self._world.rank,):
                 raise self._starter.read_error  # no other rank can read the rest
-        self._first_index += num_posted
         if has_ended:
             self._ahead.drop(give_up=self._world.peer_failed)
         if has_ended or not broken:
@@ -402,7 +406,7 @@ class Pipeline:
 
     def _post(self, plan: Plan, index: int) -> Round:
         """Posts the receives of a round and begins to read this rank's chunk."""
-        number = self._first_index + index
+        number = self.num_posted
         self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         own, read = self._ahead.take(index)
         work = self._buffers.prepare(plan, index, number, own)
@@ -440,10 +444,6 @@ class Pipeline:
         # Copies to a device may still read the buffer.
         self._placing.writer.settle()
         self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
-
-
-def _never(number: int) -> bool:
-    return False
 
 
 def _ranges_in_place(work: Round) -> list[tuple[int, int]]:

@@ -64,8 +64,7 @@ class Verifier:
         assert manifest.block_bytes
         self._manifest = manifest
         self._on_damage = on_damage
-        self._lock = threading.Lock()
-        self._num_rereads = 0
+        self._rereads = threading.Semaphore(_MAX_REREADS)
 
     def check(
         self,
@@ -87,7 +86,7 @@ class Verifier:
             number, expected = manifest.recorded(block)
             if checksum(data) == expected:
                 continue
-            if self._may_read_again():
+            if self._rereads.acquire(blocking=False):
                 read(ByteRange(block.file, block.offset, block.nbytes, byte_range.start), [data])
                 if checksum(data) == expected:
                     continue
@@ -99,11 +98,6 @@ class Verifier:
         if isinstance(extent, TensorEntry):
             return extent.name
         return next(entry.name for entry in self._manifest.tensors if extent in entry.pieces)
-
-    def _may_read_again(self) -> bool:
-        with self._lock:
-            self._num_rereads += 1
-            return self._num_rereads <= _MAX_REREADS
 
 
 class ChecksumCollector:
@@ -163,18 +157,15 @@ class HeldBytes:
     def cut(self, byte_range: ByteRange) -> Iterator[tuple[ByteRange, Tensor | None]]:
         """Cuts a byte range into parts, each with its bytes, or None if they are not held."""
         file, at = byte_range.file, byte_range.offset
-        for index in range(max(0, self._space.find(file, at)), len(self._data)):
-            held = self._space.ranges[index]
-            if (held.file, held.offset) >= (file, byte_range.end):
-                break
-            if held.file != file or held.end <= at:
+        for index, begin, end in self._space.overlapping(file, at, byte_range.end):
+            start = self._space.ranges[index].offset
+            if start + end <= at:  # held twice
                 continue
-            if held.offset > at:
-                yield ByteRange(file, at, held.offset - at), None
-                at = held.offset
-            end = min(held.end, byte_range.end)
-            yield ByteRange(file, at, end - at), self._data[index][at - held.offset : end - held.offset]
-            at = end
+            if start + begin > at:
+                yield ByteRange(file, at, start + begin - at), None
+                at = start + begin
+            yield ByteRange(file, at, start + end - at), self._data[index][at - start : end]
+            at = start + end
         if at < byte_range.end:
             yield ByteRange(file, at, byte_range.end - at), None
 
@@ -255,7 +246,6 @@ class ChunkReader:
         files: The files of the manifest.
         threads: Number of chunks read at once.
         verifier: Verifies or computes checksums; None does neither.
-        via_cache: Whether other ranks of this host read the same bytes; see `Storage.read_into`.
         guards: The bytes that have to precede data; None without any.
         held: The bytes that are not read from storage; None without any.
 
@@ -273,7 +263,6 @@ class ChunkReader:
         *,
         threads: int,
         verifier: Verifier | ChecksumCollector | None = None,
-        via_cache: bool = False,
         guards: Guards | None = None,
         held: HeldBytes | None = None,
     ) -> None:
@@ -281,7 +270,6 @@ class ChunkReader:
         self.held = held
         self._storage = storage
         self._files = files
-        self._via_cache = via_cache
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
@@ -364,7 +352,7 @@ class ChunkReader:
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):
             file = self._files[byte_range.file]
-            self._storage.read_into(file.name, byte_range.offset, buffers, file.version, self._via_cache)
+            self._storage.read_into(file.name, byte_range.offset, buffers, file.version)
 
     def _read_again(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         self.rereads.add(1)

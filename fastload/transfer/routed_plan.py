@@ -21,7 +21,7 @@ import xxhash
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
-from fastload.geometry.ranges import ByteRange, HasRange, join_adjacent, merged
+from fastload.geometry.ranges import ByteRange, HasRange, Space, join_adjacent, merged
 from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
 from fastload.transfer.plan import MAX_DEPTH, Chunk, good_chunk_bytes
@@ -32,15 +32,20 @@ class HeldRange(NamedTuple):
 
     Attributes:
         file: Index of the file.
-        begin: First byte in the file.
-        end: The byte after the last one.
+        offset: First byte in the file.
+        nbytes: Length in bytes.
         ranks: The ranks, ascending; at least one.
     """
 
     file: int
-    begin: int
-    end: int
+    offset: int
+    nbytes: int
     ranks: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one in the file."""
+        return self.offset + self.nbytes
 
 
 class Pool(NamedTuple):
@@ -68,6 +73,10 @@ class Holders:
     ranges: tuple[HeldRange, ...]
 
     @cached_property
+    def _space(self) -> Space[HeldRange]:
+        return Space(self.ranges)
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that hold any bytes, ascending."""
         return tuple(sorted({rank for held in self.ranges for rank in held.ranks}))
@@ -79,22 +88,15 @@ class Holders:
 
     def within(self, file: int, begin: int, end: int) -> Iterator[HeldRange]:
         """Yields the parts of a range of a file that any rank holds, in order."""
-        first = bisect_right(self.ranges, (file, begin), key=lambda held: (held.file, held.begin)) - 1
-        for at in range(max(0, first), len(self.ranges)):
-            held = self.ranges[at]
-            if (held.file, held.begin) >= (file, end):
-                return
-            if held.file == file and held.end > begin:
-                yield held._replace(begin=max(begin, held.begin), end=min(end, held.end))
+        for index, first, last in self._space.overlapping(file, begin, end):
+            held = self.ranges[index]
+            yield held._replace(offset=held.offset + first, nbytes=last - first)
 
     def lacking(self, ranges: Iterable[HasRange]) -> int:
         """Returns how many bytes of these no rank holds."""
         return sum(
             each.nbytes
-            - sum(
-                held.end - held.begin
-                for held in self.within(each.file, each.offset, each.offset + each.nbytes)
-            )
+            - sum(held.nbytes for held in self.within(each.file, each.offset, each.offset + each.nbytes))
             for each in ranges
         )
 
@@ -123,9 +125,9 @@ class Holders:
                         ranks = tuple(rank for rank in held.ranks if rank in readers)
                         if not ranks:
                             return None
-                        at = start + held.begin - placed.offset
-                        left -= held.end - held.begin
-                        of_group.setdefault(ranks, []).append((at, at + held.end - held.begin))
+                        at = start + held.offset - placed.offset
+                        left -= held.nbytes
+                        of_group.setdefault(ranks, []).append((at, at + held.nbytes))
             if left:
                 return None
             pools += (Pool(group, ranks, join_adjacent(of_group[ranks])) for ranks in sorted(of_group))

@@ -85,7 +85,6 @@ class Round:
         incoming: The messages to this rank, in the order in which it forwards them.
         slots: On a device, the adjacent slots that the chunks of all readers arrive in.
         sends: The transport's handles of sends.
-        status: Status of this rank's own chunk when it is sent; 0 if it could be read.
         statuses: Status of each chunk that could not be read, by reader; complete once `done`.
         started: Set once the transport has taken this rank's chunk.
         done: Set once every message has arrived.
@@ -101,7 +100,6 @@ class Round:
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
     slots: Slots | None = None
-    status: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     started: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -207,8 +205,8 @@ class Transport:
         """Returns a context for packing the messages of a chunk that is read."""
         return nullcontext()
 
-    def start(self, work: Round) -> None:
-        """Sends the messages of this rank's chunk, and its status."""
+    def start(self, work: Round, status: int) -> None:
+        """Sends the messages of this rank's chunk, and its status: 0 if it could be read."""
         raise NotImplementedError
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
@@ -266,8 +264,8 @@ class LocalTransport(Transport):
     def __init__(self, rank: int, *, pinned: bool) -> None:
         super().__init__("none", rank, pinned=pinned)
 
-    def start(self, work: Round) -> None:
-        if work.status:
-            work.statuses = {self._rank: work.status}
+    def start(self, work: Round, status: int) -> None:
+        if status:
+            work.statuses = {self._rank: status}
         work.started.set()
         work.done.set()

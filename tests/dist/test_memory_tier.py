@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -27,6 +28,7 @@ from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.memory_tier import copies
 from fastload.memory_tier import save as tier_save
 from fastload.report import LoadReport
+from fastload.saving.snapshot import BufferPool
 from fastload.storage.memory_folder import JobFolder, find_jobs, find_memory
 from fastload.storage.memory_target import MemoryTarget
 from tests.checkpoints import flip
@@ -40,6 +42,10 @@ RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 ROOT = "root"
 MODEL, SHARES, MANIFEST, COMMIT = "model.safetensors", "shares.json", "manifest.json", "fastload.json"
+
+
+class Crash(Exception):
+    pass
 
 
 def state_of(step: int, num_rows: int = 300_000) -> dict[str, Any]:
@@ -71,10 +77,29 @@ def keep(manager: CheckpointManager, *steps: int, state: Callable[[int], Any] = 
     for step in steps:
         assert manager.should_save(step)
         manager.save(step, state(step))
-        assert manager._tier is not None
-        assert manager._tier.last is not None
-        manager._tier.settle()
-        assert not manager._tier.last.error
+        assert manager.latest() == step, "it is complete"
+
+
+def crash(manager: CheckpointManager) -> None:
+    """Ends a manager as an error of the training does."""
+    with suppress(Crash), manager:
+        raise Crash
+
+
+@contextmanager
+def not_saved() -> Iterator[list[logging.LogRecord]]:
+    """Yields what is told of saves to memory that fail; on ranks other than 0 that is for debugging."""
+    found: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("fastload.memory_tier.tier"), logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def job_in(memory: Path, host: int) -> Path:
@@ -281,7 +306,7 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
             shares = [each.bytes_read for each in reports[0].ranks]
             assert max(shares) <= sum(shares) / 4 + (1 << 16) or variant is one_is_gone
             assert (shares[1] == 0) == (variant is one_is_gone)
-        again._end(goes_well=False)
+        crash(again)
         dist.barrier()
 
 
@@ -309,18 +334,20 @@ def die_in(stage: str) -> None:
     setattr(place, name, struck)
 
 
-def keep_and_die(rank: int, world: int, folder: Path, stage: str, victims: list[int]) -> str:
+def keep_and_die(rank: int, world: int, folder: Path, stage: str, victims: list[int]) -> None:
     logging.getLogger("fastload").setLevel(logging.ERROR)
     manager = manage(folder, folder / "memory", options=replace(OPTIONS, timeout_s=patient(3.0)))
     keep(manager, 1, 2)
     if rank in victims:
         die_in(stage)
     assert manager.should_save(3)
-    manager.save(3, state_of(3))
-    assert manager._tier is not None
-    manager._tier.settle()
-    assert manager._tier.last is not None
-    return manager._tier.last.error
+    with not_saved() as failures:
+        manager.save(3, state_of(3))
+        until = time.monotonic() + patient(20.0)
+        while not failures and time.monotonic() < until:
+            time.sleep(0.01)
+    [failure] = failures
+    assert failure.getMessage().startswith("step 3 is not saved to memory: "), "it counts nowhere"
 
 
 def restore_after(rank: int, world: int, folder: Path) -> int | None:
@@ -338,8 +365,7 @@ def test_the_generation_before_is_whole_when_ranks_are_killed(stage: str, tmp_pa
     victims = list(range(4)) if everyone else [1]
     dies = dict.fromkeys(victims, signal.SIGKILL)
     how: dict[str, Any] = {"ranks_per_host": 1, "folder": tmp_path}
-    ends = run_ranks(keep_and_die, 4, dies=dies, stage=stage, victims=victims, **how)
-    assert all(end for rank, end in enumerate(ends) if rank not in victims), "it counts nowhere"
+    run_ranks(keep_and_die, 4, dies=dies, stage=stage, victims=victims, **how)
     if not everyone:
         shutil.rmtree(tmp_path / "memory" / "host1")  # the machine is gone, too
     found = run_ranks(restore_after, 4, **how)
@@ -370,7 +396,7 @@ def test_shards_come_back_into_any_mesh_and_any_world(rank: int, world: int, tmp
         assert found["step"] == 5
         for name, tensor in whole.items():
             assert torch.equal(into[name].full_tensor(), tensor), (placements, name)
-        again._end(goes_well=False)
+        crash(again)
     skip = fastload.LoadOptions(timeout_s=OPTIONS.timeout_s, per_rank_mismatch="skip")
     for members in ([0, 2], [1, 2, 3], [0, 1], [3]):
         group = dist.new_group(members)
@@ -384,7 +410,7 @@ def test_shards_come_back_into_any_mesh_and_any_world(rank: int, world: int, tmp
             found = again.restore(options=skip)
             assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
             assert found["rng"] is None
-        again._end(goes_well=False)
+        crash(again)
     dist.barrier()
 
 
@@ -443,10 +469,8 @@ def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, 
         assert sorted(path.name for path in (tmp_path / ROOT).glob("step_*")) == ["step_00000016"]
         go_on.set()
         dist.barrier()
-        assert manager._tier is not None
-        manager._tier.settle()
+        assert manager.latest() == 16
         keep(manager, 18)
-        assert manager.latest() == 18
         assert manager.all_steps() == [16]
     dist.barrier()
     assert list(jobs.iterdir()) == [], "the newest is written to storage"
@@ -504,15 +528,14 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
     assert rank == 1 or find_memory() == str(memory)
 
     def try_to_keep(manager: CheckpointManager, step: int, state: Any, why: str, *, is_news: bool) -> None:
-        with warned("fastload.memory_tier.tier") as lines:
+        with not_saved() as failures:
             assert manager.should_save(step)
             manager.save(step, state)
-            assert manager._tier is not None
-            assert manager._tier.last is not None
-            manager._tier.settle()
-        assert why in manager._tier.last.error
-        assert len(lines) == (is_news and rank == 0)
-        assert all(f"step {step} is not saved to memory" in line for line in lines)
+            assert manager.latest() != step
+        [failure] = failures
+        assert failure.getMessage().startswith(f"step {step} is not saved to memory: ")
+        assert why in failure.getMessage()
+        assert (failure.levelno >= logging.WARNING) == (is_news and rank == 0)
 
     def large(step: int) -> dict[str, Any]:
         return {**state_of(step), "more": torch.ones(5_000_000)}
@@ -526,7 +549,7 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
                 assert manager.latest() == step
                 again = manage(tmp_path, memory)
                 assert is_state(again.restore(), step)
-                again._end(goes_well=False)
+                crash(again)
         keep(manager, 10)
         manager.save(11, large(11))
 
@@ -539,26 +562,18 @@ def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Pat
     for victim in (0, 1):
         with manage(tmp_path / str(victim), tmp_path / "memory", every_steps=5) as manager:
             keep(manager, 1)
-            assert manager._tier is not None
-            buffers = manager._tier._buffers
-            with warned("fastload.memory_tier.tier") as lines:
+            with not_saved() as failures, pytest.MonkeyPatch.context() as patch:
                 if rank == victim:
-                    buffers.take = take  # type: ignore[method-assign]
+                    patch.setattr(BufferPool, "take", take)
                 assert manager.should_save(2)
                 manager.save(2, state_of(2))
-                manager._tier.settle()
-                vars(buffers).pop("take", None)
-            assert manager._tier.last is not None
-            assert "refused" in manager._tier.last.error
-            assert [line for line in lines if "refused" not in line] == []
-            assert len(lines) == (rank == 0)
+                assert manager.latest() == 1
+            [failure] = failures
+            assert "refused" in failure.getMessage()
+            assert (failure.levelno >= logging.WARNING) == (rank == 0)
             keep(manager, 3)
             assert is_state(manager.restore(), 3)
             manager.save(4, state_of(4))
-
-
-class Crash(Exception):
-    pass
 
 
 @pytest.mark.parametrize("goes_back", [True, False])
@@ -570,8 +585,7 @@ def test_what_is_saved_after_going_back_is_newer_than_what_memory_has(
         assert manager.should_save(50)
         manager.save(50, small_state_of(50))
         manager.wait()
-        assert manager._tier is not None
-        manager._tier.settle()
+        assert manager.latest() == 50
         keep(manager, 60, 61, state=small_state_of)
         raise Crash
     step = 55 if goes_back else 5

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fastload import CheckpointManager, SaveOptions
+from fastload import CheckpointManager, LoadOptions, SaveOptions
+from fastload.report import LoadReport
 from tests.checkpoints import flip
 from tests.dist.harness import run_ranks
 from tests.dist.test_memory_tier import manage
@@ -137,14 +138,16 @@ def restore(rank: int, world: int, folder: Path, case: Case) -> tuple[int, str, 
     """Restores; returns the step, its source and the reason for the source."""
     manager = open_manager(folder, case)
     into = state_of(0, case, case.sharded_again)
-    manager.restore(into=into)
-    restored = manager._restorer.restored
-    assert restored is not None
+    reports: list[LoadReport] = []
+    manager.restore(into=into, options=LoadOptions(timeout_s=_TIMEOUT_S, on_report=reports.append))
+    step, source = manager.restored_step, manager.restored_from
+    assert step is not None
+    assert source is not None
     rows = into["rows"].full_tensor() if isinstance(into["rows"], DTensor) else into["rows"]
-    assert torch.equal(rows, values(restored.step, case.numel)), "other bytes"
-    assert into["step"] == restored.step
-    assert into["few"].tolist() == [restored.step] * 5
-    return restored.step, restored.source, restored.why
+    assert torch.equal(rows, values(step, case.numel)), "other bytes"
+    assert into["step"] == step
+    assert into["few"].tolist() == [step] * 5
+    return step, source, reports[-1].source_why
 
 
 def run(case: Case, folder: Path) -> str:

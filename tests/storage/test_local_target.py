@@ -139,7 +139,8 @@ def test_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
     save(tmp_path / "a", b"old")
     target = begin(tmp_path / "a", 3, overwrite=True)
-    os.rename(tmp_path / "a", Path(target._pending.path, "old"))
+    [pending_folder] = tmp_path.glob(".*.saving")
+    os.rename(tmp_path / "a", pending_folder / "old")
     target.close()  # as if it had been killed here: the lock is gone, the directory is not
     save(tmp_path / "b", b"other")
     assert loaded(tmp_path / "a") == b"old"
@@ -388,7 +389,8 @@ def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path, name: str) -> N
     for content in (b"old", b"new"):
         save(path, content, overwrite=True)
     target = begin(path, 3, overwrite=True)
-    os.rename(path, Path(target._pending.path, "old"))
+    [pending_folder] = tmp_path.glob(".*.saving")
+    os.rename(path, pending_folder / "old")
     target.close()  # as if it had been killed here
     save(tmp_path / "b", b"other")
     assert loaded(path) == b"new"

@@ -207,7 +207,8 @@ def test_pending_directories_are_entered_by_their_user_only(shared: Path) -> Non
     try:
         target = LocalTarget(str(shared / "a"), NAMES, io="auto")
         target.prepare([("x", 1)], overwrite=False)
-        assert stat.S_IMODE(os.stat(target._pending.path).st_mode) == 0o700
+        [pending_folder] = shared.glob(".a.*.saving")
+        assert stat.S_IMODE(pending_folder.stat().st_mode) == 0o700
         target.write("x", 0, memoryview(b"x"))
         target.publish([target.flush()], [("fastload.json", b"{}")])
         target.close()

@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
@@ -145,21 +146,22 @@ def test_only_reads_that_others_make_too_go_through_the_page_cache(tmp_path: Pat
     path, nbytes = tmp_path / "a.bin", 4 << 20
     path.write_bytes(bytes(nbytes))
 
-    def direct_bytes(storage: LocalStorage, *, via_cache: bool) -> int:
+    def direct_bytes(storage: LocalStorage, *, shared: bool) -> int:
         before = storage.direct_bytes_read
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # cold
-        storage.read_into("", 0, [memoryview(bytearray(nbytes))], via_cache=via_cache)
+        storage.share_reads(shared)
+        storage.read_into("", 0, [memoryview(bytearray(nbytes))])
         return storage.direct_bytes_read - before
 
     with closing(LocalStorage(str(path), "direct")) as storage:
-        possible = direct_bytes(storage, via_cache=False)  # 0 where the file system takes none
-        assert direct_bytes(storage, via_cache=True) == possible, "the option goes first"
+        possible = direct_bytes(storage, shared=False)  # 0 where the file system takes none
+        assert direct_bytes(storage, shared=True) == possible, "the option goes first"
     with closing(LocalStorage(str(path), "auto")) as storage:
-        assert direct_bytes(storage, via_cache=True) == 0
+        assert direct_bytes(storage, shared=True) == 0
         # Several times: the page cache may keep a page that has just been used.
-        found = (direct_bytes(storage, via_cache=False) for _ in range(50))
+        found = (direct_bytes(storage, shared=False) for _ in range(50))
         assert possible in found, "one read changes nothing for the next"
 
 
@@ -309,7 +311,7 @@ def test_which_remote_errors_are_worth_another_try(
     def broken(*_: Any, **__: Any) -> bytes:
         raise error
 
-    monkeypatch.setattr(storage._files, "cat_file", broken)
+    monkeypatch.setattr(LocalFileSystem, "cat_file", broken)
     with pytest.raises(StorageError) as raised:
         read(storage, "b.bin", 0, 1)
     assert raised.value.transient is transient
@@ -346,13 +348,16 @@ OPENERS = [open_storage, open_target]
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize("opener", OPENERS)
-def test_options_of_the_client_may_stand_among_those_of_the_store(opener: Any, scheme: str) -> None:
+def test_options_of_the_client_may_stand_among_those_of_the_store(
+    opener: Any, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"account_name": "a", "account_key": "a2V5"} if scheme == "az" else {}
     client = {"allow_http": "true", "timeout": "7s"}
-    opened = opener(f"{scheme}://bucket/runs/a", NAMES, {**given, **client})
-    store = opened.store if opener is open_storage else opened._bucket.store
-    assert {name: store.client_options[name] for name in client} == client
-    opened.close()
+    closed, real = list[ObjectStorage](), ObjectStorage.close
+    monkeypatch.setattr(ObjectStorage, "close", lambda storage: (closed.append(storage), real(storage)))
+    opener(f"{scheme}://bucket/runs/a", NAMES, {**given, **client}).close()
+    [storage] = closed
+    assert {name: storage.store.client_options[name] for name in client} == client
 
 
 @pytest.mark.parametrize("opener", OPENERS)

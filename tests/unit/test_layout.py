@@ -23,8 +23,9 @@ from fastload.formats.dtypes import NAMES, safetensors_spec, torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.safetensors.header import parse_header
 from fastload.geometry.blocks import num_blocks
+from fastload.geometry.ranges import ByteRange
 from fastload.saving import layout as layout_module
-from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.split import split_evenly
 
 METADATA = {"format": "pt"}
@@ -133,7 +134,7 @@ def test_an_empty_state_is_one_file_without_tensors() -> None:
     layout = lay_out_small()
     assert [(file.name, file.tensors) for file in layout.files] == [("model.safetensors", ())]
     assert safetensors.torch.load(layout.files[0].header) == {}
-    assert split_evenly(layout, num_writers=2, align_bytes=4096) == ((), (FileRange(0, 0, layout.nbytes),))
+    assert split_evenly(layout, num_writers=2, align_bytes=4096) == ((), (ByteRange(0, 0, layout.nbytes),))
 
 
 def all_dtypes() -> dict[str, Tensor]:
@@ -204,7 +205,7 @@ def test_no_header_is_longer_than_the_reference_reads(monkeypatch: pytest.Monkey
 @given(layouts())
 def test_blocks_tile_the_tensors_and_never_span_two(layout: Layout) -> None:
     for index, file in enumerate(layout.files):
-        blocks = [block[2:] for block in layout.blocks_of([FileRange(index, 0, file.nbytes)])]
+        blocks = [block[2:] for block in layout.blocks_of([ByteRange(index, 0, file.nbytes)])]
         assert len(blocks) == sum(num_blocks(entry.nbytes, layout.block_bytes) for entry in file.tensors)
         end, begins = len(file.header), {entry.offset for entry in file.tensors if entry.nbytes}
         for offset, nbytes in blocks:
@@ -236,8 +237,8 @@ def test_the_block_length_follows_from_the_size(total_bytes: int, block_bytes: i
 # Partition
 
 
-def bytes_of(share: tuple[FileRange, ...]) -> int:
-    return sum(end - begin for _, begin, end in share)
+def bytes_of(share: tuple[ByteRange, ...]) -> int:
+    return sum(range_.nbytes for range_ in share)
 
 
 @given(layouts(), st.integers(1, 9), st.sampled_from([1, 7, 64, 512, 4096]))
@@ -252,8 +253,8 @@ def test_each_writer_has_one_range_and_each_byte_one_writer(
             if range_.file != file:
                 assert (range_.file, end) == (file + 1, layout.files[file].nbytes)
                 file, end = range_.file, 0
-            assert range_.begin == end < range_.end
-            assert range_.begin % align_bytes == 0
+            assert range_.offset == end < range_.end
+            assert range_.offset % align_bytes == 0
             end = range_.end
         assert num_writers * bytes_of(share) <= layout.nbytes + num_writers * align_bytes
     assert (file, end) == (len(layout.files) - 1, layout.files[-1].nbytes)
@@ -264,11 +265,11 @@ def test_whole_files_are_dealt_evenly(layout: Layout, num_writers: int) -> None:
     shares = split_evenly(layout, num_writers=num_writers, align_bytes=None)
     assert len(shares) == num_writers
     dealt = sorted(range_ for share in shares for range_ in share)
-    assert dealt == [FileRange(number, 0, file.nbytes) for number, file in enumerate(layout.files)]
+    assert dealt == [ByteRange(number, 0, file.nbytes) for number, file in enumerate(layout.files)]
     loads = [bytes_of(share) for share in shares]
     for share, load in zip(shares, loads, strict=True):
         assert list(share) == sorted(share)
-        smallest = min((end for _, _, end in share), default=0)
+        smallest = min((range_.nbytes for range_ in share), default=0)
         assert load - smallest <= min(loads), "the last file went to whoever had least"
 
 
@@ -279,10 +280,10 @@ def test_each_block_is_hashed_once_by_who_writes_its_first_byte(
     hashed = {}
     for share in split_evenly(layout, num_writers=num_writers, align_bytes=align_bytes):
         for number, file, offset, nbytes in layout.blocks_of(share):
-            assert any(r.file == file and r.begin <= offset < r.end for r in share)
+            assert any(r.file == file and r.offset <= offset < r.end for r in share)
             assert number not in hashed
             hashed[number] = (file, offset, nbytes)
-    everything = [FileRange(number, 0, file.nbytes) for number, file in enumerate(layout.files)]
+    everything = [ByteRange(number, 0, file.nbytes) for number, file in enumerate(layout.files)]
     blocks = [block[1:] for block in layout.blocks_of(everything)]
     assert [hashed.pop(number) for number in range(len(blocks))] == blocks
     assert not hashed

@@ -48,14 +48,7 @@ class MemoryStorage(Storage):
     def list(self) -> list[str] | None:
         return sorted(name for name in self.files if "/" not in name) if self.directory else None
 
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        version: str = "",
-        via_cache: bool = False,
-    ) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         for buffer in buffers:
             part = self.files[name][offset : offset + len(buffer)]
             with self._lock:

@@ -18,8 +18,9 @@ from fastload.formats.record import checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import BoxesByRank
+from fastload.geometry.ranges import ByteRange
 from fastload.geometry.shards import shard_boxes, shard_intervals
-from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.merge import merge
 from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, positions_in
 from fastload.saving.shard_map import ShardMap
@@ -93,9 +94,9 @@ def packed(layout: Layout, message: ShardMessage, files: Sequence[bytes]) -> byt
 
 
 def assembled(
-    layout: Layout, part: FileRange, coming: Sequence[ShardMessage], sent: Sequence[bytes]
+    layout: Layout, part: ByteRange, coming: Sequence[ShardMessage], sent: Sequence[bytes]
 ) -> bytes:
-    header = layout.files[part.file].header[part.begin : part.end]
+    header = layout.files[part.file].header[part.offset : part.end]
     slot = bytearray(header.ljust(part.nbytes, b"?"))
     for message, data in zip(coming, sent, strict=True):
         position = 0
@@ -143,8 +144,8 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
                 found = assembled(layout, part, coming, [packed(layout, each, files) for each in coming])
                 hasher.feed(part, memoryview(found))
                 if index not in share.tails:
-                    assert set(written[part.file][part.begin : part.end]) <= {ord("?")}
-                    written[part.file][part.begin : part.end] = found
+                    assert set(written[part.file][part.offset : part.end]) <= {ord("?")}
+                    written[part.file][part.offset : part.end] = found
             for first, text in hasher.checksums():
                 digests = bytes.fromhex(text)
                 for number in range(len(digests) // 8):
@@ -161,7 +162,7 @@ def test_writers_of_few_parts_write_about_as_much() -> None:
     halves = tuple(((Box((first, 0), (2200, 512)),), ranks) for first, ranks in ((0, (0, 2)), (2200, (1, 3))))
     shard_map = ShardMap(layout, 4, {spec.name: halves for spec in specs})
     ranges = split(layout, shard_map, range(4), 8 << 20)
-    most = max(sum(end - begin for _, begin, end in of_writer) for of_writer in ranges.values())
+    most = max(sum(each.nbytes for each in of_writer) for of_writer in ranges.values())
     assert 15 < layout.nbytes / (8 << 20) < 16
     assert most == 4 * 8 << 20
 
@@ -179,7 +180,7 @@ def check_both_ends(messages: Sequence[MessagePlan]) -> None:
         assert leaving == coming
 
 
-def check_batches(parts: Sequence[FileRange], messages: MessagePlan, batch_bytes: int) -> None:
+def check_batches(parts: Sequence[ByteRange], messages: MessagePlan, batch_bytes: int) -> None:
     """They are the parts in order, and what comes for one is what its parts consist of, one by one."""
     assert [part for batch in messages.batches for part in batch] == list(range(len(parts)))
     for number, batch in enumerate(messages.batches):

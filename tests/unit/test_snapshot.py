@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.dtypes import safetensors_spec
+from fastload.geometry.ranges import ByteRange
 from fastload.saving import snapshot
-from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.messages import ShardMessage, plan_messages
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
@@ -21,9 +23,21 @@ _BUFFER_BYTES = 8 * PAGE_BYTES
 _LONGEST_BYTES = 3 * PAGE_BYTES
 
 
+class NotingPool(BufferPool):
+    """Notes the lengths that it is asked for."""
+
+    def __init__(self, num_snapshots: int) -> None:
+        super().__init__(num_snapshots)
+        self.asked: list[Sequence[int]] = []
+
+    def take(self, lengths: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
+        self.asked.append(lengths)
+        return super().take(lengths, pinned=pinned)
+
+
 def messages_of(layout: Layout, part_bytes: int) -> list[ShardMessage]:
     """What one rank alone contributes to the first file."""
-    parts = WriterShare.of(layout, [FileRange(0, 0, layout.files[0].nbytes)], part_bytes).parts
+    parts = WriterShare.of(layout, [ByteRange(0, 0, layout.files[0].nbytes)], part_bytes).parts
     plan = plan_messages(layout, ShardMap(layout, 1), [{0: parts}], 0, [range(1)], part_bytes)
     return plan.contributed
 
@@ -51,9 +65,10 @@ def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_
     specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20)
     messages = messages_of(layout, _LONGEST_BYTES)
-    taken = Snapshot(StateReader(layout, {"t": tensor}), messages, BufferPool(1))
+    pool = NotingPool(1)
+    taken = Snapshot(StateReader(layout, {"t": tensor}), messages, pool)
     assert b"".join(taken.get(each).numpy().tobytes() for each in messages) == tensor.numpy().tobytes()
-    asked = [buffer.numel() for buffer in taken._buffers]
+    [asked] = pool.asked
     assert taken.nbytes == sum(asked)
     # What is left over in a buffer is less than a message; of the last one, less than half.
     num_buffers = max(1, -(-len(messages) // (_BUFFER_BYTES // _LONGEST_BYTES)))
@@ -67,10 +82,10 @@ def test_memory_is_used_again_by_a_snapshot_of_the_same_length() -> None:
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20)
     messages = messages_of(layout, 1 << 30)
     first = Snapshot(StateReader(layout, {"t": tensor}), messages, buffer_pool)
-    addresses = [buffer.data_ptr() for buffer in first._buffers]
+    addresses = [first.get(each).data_ptr() for each in messages]
     first.release()
     second = Snapshot(StateReader(layout, {"t": tensor}), messages, buffer_pool)
-    assert [buffer.data_ptr() for buffer in second._buffers] == addresses
+    assert [second.get(each).data_ptr() for each in messages] == addresses
 
 
 def test_memory_for_all_that_may_be_in_flight_is_taken_by_the_first_and_kept() -> None:
@@ -93,13 +108,16 @@ def test_memory_for_all_that_may_be_in_flight_is_taken_by_the_first_and_kept() -
 def test_memory_of_states_that_are_saved_in_turn_is_kept_for_each() -> None:
     pool = BufferPool(1, num_kinds=2)
 
+    alive = WeakValueDictionary[int, torch.Tensor]()
+
     def saved(*lengths: int) -> set[int]:
         buffers = pool.take(lengths, pinned=False)
         pool.give_back(buffers)
+        alive.update({buffer.data_ptr(): buffer for buffer in buffers})
         return {buffer.data_ptr() for buffer in buffers}
 
     of_model, of_optimizer = saved(4096, 8192), saved(16384)
     assert (saved(4096, 8192), saved(16384)) == (of_model, of_optimizer)
     for _ in range(2):
         saved(32768)  # from here on
-    assert list(pool._free) == [((32768,), False)], "what is saved no more is let go of"
+    assert [buffer.numel() for buffer in alive.values()] == [32768], "what is saved no more is let go of"

@@ -9,7 +9,7 @@ from fastload.transfer.transport import FAILED, UNREADABLE, LocalTransport, Roun
 
 @pytest.mark.parametrize("status", [0, UNREADABLE, FAILED])
 def test_the_status_of_a_chunk_is_told_with_its_round(status: int) -> None:
-    work = Round(7, status=status)
-    LocalTransport(3, pinned=False).start(work)
+    work = Round(7)
+    LocalTransport(3, pinned=False).start(work, status)
     assert work.done.is_set()
     assert work.statuses == ({3: status} if status else {})

@@ -144,7 +144,6 @@ class Writer(DcpStorage, StorageWriter):
             names=DCP_NAMES,
         )
         self.report = saving.save(call, planned.pop().state([written for _, written in responses]))
-        call.tell(self.report)
         return done([_result(item) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
