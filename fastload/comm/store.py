@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
 from fastload.base.version import PROTOCOL, __version__
-from fastload.errors import DeadlineExceeded, Interrupted, PeerError, WorldError, some_of
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, WorldError, some_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -266,6 +268,25 @@ class CallStore:
     def delete_at_end(self, keys: Sequence[str]) -> None:
         """Has this rank delete keys at the end of the call."""
         self._add_done(self._full(keys))
+
+    def delete_with_last(self, name: str, keys: Sequence[str] | None, *, limit_s: float) -> None:
+        """Has the last rank that calls this delete keys; never raises.
+
+        Args:
+            name: Of the occasion.
+            keys: The keys, from one of the ranks.
+            limit_s: Longest wait for the store.
+        """
+        listed, count = f"{name}/keys", f"{name}/num_ranks"
+
+        def leave() -> None:
+            if keys is not None:
+                self._store.set(listed, json.dumps(keys))
+            if self._store.add(count, 1) == self.member.size:
+                self._delete([*json.loads(self._store.get(listed)), listed, count])
+
+        with suppress(FastloadError):
+            self.ask("ending the call", limit_s, leave)
 
     def _add_done(self, keys: Sequence[str]) -> None:
         self._done.update(dict.fromkeys(keys))

@@ -567,6 +567,8 @@ class TreeRendezvous(StoreRendezvous):
             for link in links.values():
                 link.close()
             if isinstance(error, TreeBroken | Unreachable | OSError | MemoryError):
+                if self._listener is not None:  # late ranks would try for seconds to connect
+                    self.ask(what, self.timeout_s, lambda: self._delete([f"at/{self.member.rank}"]))
                 return None
             raise
 
