@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 import fastload
 from fastload.base.memory import byte_view, host_view
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
-from fastload.comm.group import agree, join
+from fastload.comm.group import agree, join, rank_in
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
@@ -264,7 +265,8 @@ def _empty(entry: TensorEntry, mesh: DeviceMesh | None, cast: torch.dtype | None
 def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
     """Saves a directory by ``torch.distributed.checkpoint``; all ranks of the job call it.
 
-    The checkpoint exists once its ``.metadata`` does, which DCP writes last.
+    The checkpoint exists once its ``.metadata`` does, which DCP writes last. Nothing stays of a save that
+    fails.
 
     Args:
         parts: The tensors of this rank.
@@ -299,9 +301,16 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         with warnings.catch_warnings():  # torch's deprecations of its own code
             warnings.simplefilter("ignore")
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
-    except dcp.CheckpointException as error:
+    except BaseException as error:
+        if rank_in(None) == 0:
+            _remove_dcp_folder(path)
+        if not isinstance(error, dcp.CheckpointException):
+            raise
         failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
-        raise CheckpointError(f"{path}: torch.distributed.checkpoint failed: {'; '.join(failures)}") from None
+        text = f"{path}: torch.distributed.checkpoint failed: {'; '.join(failures)}"
+        if "inline_container" in text:
+            text += " (torch's error if a file cannot be written: check the space on the disk)"
+        raise CheckpointError(text) from None
     made = fastload.inspect(path)
     return {
         "url": made.url,
@@ -309,6 +318,15 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         "nbytes": made.nbytes,
         "num_files": len(made.files),
     }
+
+
+def _remove_dcp_folder(path: str) -> None:
+    """Deletes the files of a directory of DCP, and the directory if it has no others."""
+    with suppress(OSError):
+        for name in os.listdir(path):
+            if name.startswith(".metadata") or name.endswith(".distcp"):
+                os.remove(os.path.join(path, name))
+        os.rmdir(path)
 
 
 def _companions(src: str) -> list[str]:
