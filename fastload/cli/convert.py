@@ -42,7 +42,16 @@ from fastload.loading.quantized import CONFIG_NAME
 from fastload.loading.selection import RankView
 from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions
-from fastload.storage import PatientStorage, locate, open_patiently, open_storage, put_next_to, single_file
+from fastload.storage import (
+    PatientStorage,
+    locate,
+    name_of,
+    open_patiently,
+    open_storage,
+    open_target,
+    put_next_to,
+    single_file,
+)
 from fastload.storage.folders import write_all
 
 if TYPE_CHECKING:  # it takes long to import
@@ -108,8 +117,6 @@ def convert(
         raise click.UsageError("--names, --strip, --dtype, --dequantize and --config-from need --to hf")
     rank, _ = initialize()
     set_rank(rank)
-    if to in ("torch", "dcp"):
-        local_path(dst)
     shows, source = not as_json, config_from or src
     edit = partial(_edit_config, dtype=parse_dtype(dtype), dequantized=dequantize)
     edited: dict[str, bytes] = {}
@@ -118,7 +125,12 @@ def convert(
         if rank == 0 and (config_from or dtype or dequantize):
             edited.update(_edited_config(source, edit, is_required=config_from is not None))
 
-    agree(None, f"reading the configuration in {source}", read_config, timeout_s=LoadOptions().timeout_s)
+    def check() -> None:
+        if rank == 0:
+            _require_writable(dst, to, overwrite=overwrite)
+
+    what = f"converting {name_of(src)} to {name_of(dst)}"
+    agree(None, what, check, read_config, timeout_s=LoadOptions().timeout_s)
     with (
         progress(rank, shown=shows) as show,
         fastload.open(src, options=LoadOptions(progress=show, dequantize=dequantize)) as checkpoint,
@@ -143,6 +155,32 @@ def convert(
         click.echo(f"{done['url']}: {tensors}, {decimal(done['nbytes'])} in {files}")
         if companions:
             click.echo(f"{'copied, too' if copied else 'not copied'}: {shown(', '.join(companions))}")
+
+
+def _require_writable(dst: str, to: str, *, overwrite: bool) -> None:
+    """Checks that a checkpoint can be saved, before one is loaded.
+
+    Raises:
+        CheckpointExists: The path exists, and `overwrite` is off.
+        OptionError: The path is invalid for this format, or what is there is never replaced.
+        StorageError: There is no permission.
+    """
+    if to == "torch":
+        single_file.remove(single_file.make_pending(local_path(dst), overwrite=overwrite))
+    elif to == "dcp":
+        _require_new_folder(local_path(dst), overwrite=overwrite)
+    else:
+        with closing(open_target(dst, NAMES, patience=LoadOptions().patience)) as target:
+            target.prepare([], overwrite=overwrite)
+            target.abort()
+
+
+def _require_new_folder(path: str, *, overwrite: bool) -> None:
+    if overwrite:
+        raise OptionError("--overwrite is not for --to dcp, which writes to new directories only")
+    with closing(open_storage(locate(path), NAMES)) as storage:
+        if storage.list() or storage.stat("") is not None:
+            raise CheckpointExists(f"{path} exists")
 
 
 @dataclass(frozen=True)
@@ -288,13 +326,9 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     state = parts.state()
 
     def check() -> None:
-        if overwrite:
-            raise OptionError("--overwrite is not for --to dcp, which writes to new directories only")
         if not isinstance(state, dict):
             raise OptionError(f"the state is a {type(state).__name__}: DCP saves dicts")
-        with closing(open_storage(locate(path), NAMES)) as storage:
-            if storage.list() or storage.stat("") is not None:
-                raise CheckpointExists(f"{path} exists")
+        _require_new_folder(path, overwrite=overwrite)
 
     agree(None, f"checking that {path} can be written", check, timeout_s=timeout_s)
     try:
