@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,7 +51,7 @@ from fastload.storage import (
     put_next_to,
     single_file,
 )
-from fastload.storage.folders import write_all
+from fastload.storage.folders import remove_files, write_all
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -337,7 +336,7 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
     except BaseException as error:
         if rank_in(None) == 0:
-            _remove_dcp_folder(path)
+            remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
         if not isinstance(error, dcp.CheckpointException):
             raise
         failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
@@ -352,15 +351,6 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         "nbytes": made.nbytes,
         "num_files": len(made.files),
     }
-
-
-def _remove_dcp_folder(path: str) -> None:
-    """Deletes the files of a directory of DCP, and the directory if it has no others."""
-    with suppress(OSError):
-        for name in os.listdir(path):
-            if name.startswith(".metadata") or name.endswith(".distcp"):
-                os.remove(os.path.join(path, name))
-        os.rmdir(path)
 
 
 def _companions(src: str) -> list[str]:
