@@ -209,6 +209,7 @@ def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
         (("--to", "torch", *chosen), "need --to hf"),
         (("--to", "hf", "--names", "modle.*"), "missing in the checkpoint: modle.*"),
         (("--to", "hf", "--dtype", "bfloat61"), "'bfloat61': must be a torch.dtype"),
+        (("--to", "hf", "--dtype", "int8"), "'int8': must be a floating point dtype"),
     ):
         refused = run_here(*arguments, str(tmp_path / "never"), *wrong)
         assert refused.exit_code != 0
