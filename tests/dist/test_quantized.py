@@ -563,6 +563,14 @@ def without(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.__delitem__(name)
 
 
+def only(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for other in tensors.keys() - {name}:
+            del tensors[other]
+
+    return change
+
+
 def changed(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({name: tensor})
 
@@ -571,7 +579,7 @@ BAD: dict[str, tuple[dict[str, Any] | None, Callable[[dict[str, Tensor]], None],
     "no scale": (FP8, without("odd.weight_scale_inv"), r"'odd.weight'.*'odd.weight_scale_inv' is missing"),
     "no scale of a tensor": (
         {"quant_method": "fp8"},
-        without("odd.weight_scale_inv"),
+        only("odd.weight"),
         r"'odd.weight'.*'odd.weight_scale' is missing",
     ),
     "no weight": (FP8, without("odd.weight"), "'odd.weight_scale_inv': a scale, but there is no quantised"),
