@@ -212,8 +212,10 @@ class TreeLinks:
         self._is_broken = True
 
     def _close(self) -> None:
-        for each in (*self._links.values(), self._waker, self._wakes):
-            each.close()
+        for link in self._links.values():
+            link.close()
+        self._waker.close()
+        self._wakes.close()
 
     def _move(self, wait_s: float) -> None:
         """Sends and receives what is ready; in one thread at a time."""
