@@ -40,12 +40,14 @@ class Member:
         size: Number of ranks.
         store_host: The rank that hosts the store, if one of them does.
         if_lost: Explanation for users when the store is gone.
+        store_stays: Whether the store outlives the ranks.
     """
 
     rank: int
     size: int
     store_host: int | None = None
     if_lost: str = ""
+    store_stays: bool = False
 
 
 @dataclass

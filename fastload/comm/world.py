@@ -423,7 +423,7 @@ class Decisions:
     """Rank 0's decisions, which the other ranks read in the same order through the rendezvous store.
 
     Rank 0 deletes decisions that all ranks have read: these count them in blocks. The last rank that closes
-    deletes the rest.
+    deletes the rest, if the store stays.
 
     Args:
         world: The ranks.
@@ -470,10 +470,12 @@ class Decisions:
     def close(self, *keys: str) -> None:
         """Ends the decisions on this rank; never raises.
 
+        A store that one of the ranks hosts is left alone: it may be gone, and ends with that rank.
+
         Args:
             keys: Further keys in the store that no rank needs once all have closed.
         """
-        if self._world.size > 1:
+        if self._world.rendezvous.member.store_stays:
             begin, end = self._num_read_blocks * _BLOCK, self._num_made
             counters = map(self._count_key, range(self._num_read_blocks, -(-end // _BLOCK)))
             own = [*self._stale, *map(self._key, range(begin, end)), *counters, *keys]

@@ -139,6 +139,7 @@ def test_slow_steps_learn_of_a_signal_in_the_next_ones(rank: int, world: int, tm
 @ranks(3, deadline_s=90)
 def test_asking_is_cheap_and_leaves_nothing_behind(rank: int, world: int, tmp_path: Path) -> None:
     pytest.MonkeyPatch().setattr(schedule, "_SHORTEST_S", 0.0)  # as many decisions as there can be
+    pytest.MonkeyPatch().setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = dist.distributed_c10d._get_default_store()
     with manage(tmp_path):
         dist.barrier()

@@ -406,7 +406,7 @@ def test_the_last_rank_to_close_deletes_the_decisions() -> None:
     size, store, num_decisions = 3, dist.HashStore(), 200
 
     def decide(rank: int) -> int:
-        world = join_in(store, Member(rank, size), call="A", timeout_s=LONG_S)
+        world = join_in(store, Member(rank, size, store_stays=True), call="A", timeout_s=LONG_S)
         decisions = [Decisions(world, name, "deciding") for name in ("one", "other")]
         for number in range(num_decisions):
             assert decisions[0].share(lambda number=number: number) == number
@@ -422,7 +422,8 @@ def test_the_last_rank_to_close_deletes_the_decisions() -> None:
 
 def test_decisions_that_not_all_have_read_stay() -> None:
     store = dist.HashStore()
-    worlds = [join_in(store, Member(rank, 2), call="A", timeout_s=LONG_S) for rank in range(2)]
+    members = [Member(rank, 2, store_stays=True) for rank in range(2)]
+    worlds = [join_in(store, member, call="A", timeout_s=LONG_S) for member in members]
     first, second = (Decisions(world, "one", "deciding") for world in worlds)
     assert first.share(lambda: "a") == "a"
     first.close()
