@@ -128,12 +128,13 @@ def convert(
         if rank == 0:
             _require_writable(dst, to, overwrite=overwrite)
 
-    what = f"converting {name_of(src)} to {name_of(dst)}"
-    agree(None, what, check, read_config, timeout_s=LoadOptions().timeout_s)
+    what, timeout_s = f"converting {name_of(src)} to {name_of(dst)}", LoadOptions().timeout_s
+    agree(None, what, read_config, timeout_s=timeout_s)
     with (
         progress(rank, shown=shows) as show,
         fastload.open(src, options=LoadOptions(progress=show, dequantize=dequantize)) as checkpoint,
     ):
+        agree(None, what, check, timeout_s=timeout_s)
         if to == "hf":
             parts, metadata = load_weights(checkpoint, names or "*", strip=strip, dtype=dtype), {}
         else:

@@ -17,6 +17,7 @@ import fastload
 from fastload import CheckpointManager
 from fastload.cli import main
 from fastload.errors import OptionError, PeerError, StorageError
+from fastload.loading.checkpoint import Checkpoint
 from tests.checkpoints import assert_same_bits, flip, load_reference, write_sharded
 from tests.e2e.test_cli import CONTROL, one_object, run
 
@@ -224,10 +225,12 @@ def test_convert_looks_at_the_destination_before_it_loads(
     torch.save({"a": torch.arange(5)}, tmp_path / "old.pt")
     arguments = ("convert", str(tmp_path / "old.pt"), str(tmp_path / "new"), "--to", to)
     assert run_here(*arguments).exit_code == 0
-    monkeypatch.setattr(fastload, "open", lambda *_, **__: pytest.fail("it loads"))
+    monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("it loads"))
     refused = run_here(*arguments)
     assert refused.exit_code == 1
     assert refused.stderr.startswith(f"fastload: CheckpointExists: {tmp_path / 'new'} exists")
+    missing = run_here("convert", str(tmp_path / "none"), str(tmp_path / "more" / "new"), "--to", to)
+    assert missing.stderr.startswith("fastload: CheckpointNotFound: ")
     assert {path.name for path in tmp_path.iterdir()} == {"old.pt", "new"}
 
 
