@@ -64,7 +64,7 @@ def load(
             nothing else are replaced in their dict or list, as by ``dcp.load``. An optimizer of parameters on
             the meta device is an error: make it after the load.
         device: Device of new tensors; the CPU if None.
-        dtype: The dtype, or its name, that floating point tensors are cast to; None for no cast. Complex
+        dtype: The floating point dtype, or its name, that such tensors are cast to; None for no cast. Complex
             tensors, NumPy arrays and the states of objects with ``load_state_dict`` are not cast.
         process_group: A group of which this rank is a member, or a one-dimensional ``DeviceMesh``; None for
             the default group, or for this process alone if torch.distributed is not initialized.

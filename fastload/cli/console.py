@@ -48,7 +48,8 @@ class CommandGroup(click.Group):
             raise
         except FastloadError as error:
             _print_error(ctx, error)
-            ctx.exit(2 if isinstance(error, OptionError) else 1)
+            causes = error.failures.values() if isinstance(error, PeerError) else [error]
+            ctx.exit(2 if causes and all(isinstance(cause, OptionError) for cause in causes) else 1)
 
 
 def set_rank(rank: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 import fastload
 from fastload.base.memory import byte_view, host_view
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
-from fastload.comm.group import agree, join
+from fastload.comm.group import agree, join, rank_in
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
@@ -41,8 +41,17 @@ from fastload.loading.quantized import CONFIG_NAME
 from fastload.loading.selection import RankView
 from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions
-from fastload.storage import PatientStorage, locate, open_patiently, open_storage, put_next_to, single_file
-from fastload.storage.folders import write_all
+from fastload.storage import (
+    PatientStorage,
+    locate,
+    name_of,
+    open_patiently,
+    open_storage,
+    open_target,
+    put_next_to,
+    single_file,
+)
+from fastload.storage.folders import remove_files, write_all
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,8 +116,6 @@ def convert(
         raise click.UsageError("--names, --strip, --dtype, --dequantize and --config-from need --to hf")
     rank, _ = initialize()
     set_rank(rank)
-    if to in ("torch", "dcp"):
-        local_path(dst)
     shows, source = not as_json, config_from or src
     edit = partial(_edit_config, dtype=parse_dtype(dtype), dequantized=dequantize)
     edited: dict[str, bytes] = {}
@@ -117,11 +124,17 @@ def convert(
         if rank == 0 and (config_from or dtype or dequantize):
             edited.update(_edited_config(source, edit, is_required=config_from is not None))
 
-    agree(None, f"reading the configuration in {source}", read_config, timeout_s=LoadOptions().timeout_s)
+    def check() -> None:
+        if rank == 0:
+            _require_writable(dst, to, overwrite=overwrite)
+
+    what, timeout_s = f"converting {name_of(src)} to {name_of(dst)}", LoadOptions().timeout_s
+    agree(None, what, read_config, timeout_s=timeout_s)
     with (
         progress(rank, shown=shows) as show,
         fastload.open(src, options=LoadOptions(progress=show, dequantize=dequantize)) as checkpoint,
     ):
+        agree(None, what, check, timeout_s=timeout_s)
         if to == "hf":
             parts, metadata = load_weights(checkpoint, names or "*", strip=strip, dtype=dtype), {}
         else:
@@ -142,6 +155,32 @@ def convert(
         click.echo(f"{done['url']}: {tensors}, {decimal(done['nbytes'])} in {files}")
         if companions:
             click.echo(f"{'copied, too' if copied else 'not copied'}: {shown(', '.join(companions))}")
+
+
+def _require_writable(dst: str, to: str, *, overwrite: bool) -> None:
+    """Checks that a checkpoint can be saved, before one is loaded.
+
+    Raises:
+        CheckpointExists: The path exists, and `overwrite` is off.
+        OptionError: The path is invalid for this format, or what is there is never replaced.
+        StorageError: There is no permission.
+    """
+    if to == "torch":
+        single_file.remove(single_file.make_pending(local_path(dst), overwrite=overwrite))
+    elif to == "dcp":
+        _require_new_folder(local_path(dst), overwrite=overwrite)
+    else:
+        with closing(open_target(dst, NAMES, patience=LoadOptions().patience)) as target:
+            target.prepare([], overwrite=overwrite)
+            target.abort()
+
+
+def _require_new_folder(path: str, *, overwrite: bool) -> None:
+    if overwrite:
+        raise OptionError("--overwrite is not for --to dcp, which writes to new directories only")
+    with closing(open_storage(locate(path), NAMES)) as storage:
+        if storage.list() or storage.stat("") is not None:
+            raise CheckpointExists(f"{path} exists")
 
 
 @dataclass(frozen=True)
@@ -264,7 +303,8 @@ def _empty(entry: TensorEntry, mesh: DeviceMesh | None, cast: torch.dtype | None
 def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
     """Saves a directory by ``torch.distributed.checkpoint``; all ranks of the job call it.
 
-    The checkpoint exists once its ``.metadata`` does, which DCP writes last.
+    The checkpoint exists once its ``.metadata`` does, which DCP writes last. Nothing stays of a save that
+    fails.
 
     Args:
         parts: The tensors of this rank.
@@ -286,22 +326,25 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     state = parts.state()
 
     def check() -> None:
-        if overwrite:
-            raise OptionError("--overwrite is not for --to dcp, which writes to new directories only")
         if not isinstance(state, dict):
             raise OptionError(f"the state is a {type(state).__name__}: DCP saves dicts")
-        with closing(open_storage(locate(path), NAMES)) as storage:
-            if storage.list() or storage.stat("") is not None:
-                raise CheckpointExists(f"{path} exists")
+        _require_new_folder(path, overwrite=overwrite)
 
     agree(None, f"checking that {path} can be written", check, timeout_s=timeout_s)
     try:
         with warnings.catch_warnings():  # torch's deprecations of its own code
             warnings.simplefilter("ignore")
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
-    except dcp.CheckpointException as error:
+    except BaseException as error:
+        if rank_in(None) == 0:
+            remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
+        if not isinstance(error, dcp.CheckpointException):
+            raise
         failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
-        raise CheckpointError(f"{path}: torch.distributed.checkpoint failed: {'; '.join(failures)}") from None
+        text = f"{path}: torch.distributed.checkpoint failed: {'; '.join(failures)}"
+        if "inline_container" in text:
+            text += " (torch's error if a file cannot be written: check the space on the disk)"
+        raise CheckpointError(text) from None
     made = fastload.inspect(path)
     return {
         "url": made.url,

@@ -182,7 +182,7 @@ def member_of(rank: int, members: list[int]) -> Member:
         members: Ranks of the group in the job, whose rank 0 may host the store.
     """
     if _agent_hosts_store():
-        return Member(rank, len(members), None, "the launcher that hosted it has ended")
+        return Member(rank, len(members), None, "the launcher that hosted it has ended", store_stays=True)
     store_host = members.index(0) if 0 in members else None
     return Member(
         rank, len(members), store_host, "rank 0 of the job, which hosts it, was killed, stopped or cut off"

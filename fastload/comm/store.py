@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
 from fastload.base.version import PROTOCOL, __version__
-from fastload.errors import DeadlineExceeded, Interrupted, PeerError, WorldError, some_of
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, WorldError, some_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,12 +40,14 @@ class Member:
         size: Number of ranks.
         store_host: The rank that hosts the store, if one of them does.
         if_lost: Explanation for users when the store is gone.
+        store_stays: Whether the store outlives the ranks.
     """
 
     rank: int
     size: int
     store_host: int | None = None
     if_lost: str = ""
+    store_stays: bool = False
 
 
 @dataclass
@@ -267,6 +271,24 @@ class CallStore:
     def delete_at_end(self, keys: Sequence[str]) -> None:
         """Has this rank delete keys at the end of the call."""
         self._add_done(self._full(keys))
+
+    def delete_with_last(self, name: str, keys: Sequence[str] | None) -> None:
+        """Has the last rank that calls this delete keys; never raises.
+
+        Args:
+            name: Of the occasion.
+            keys: The keys, from one of the ranks.
+        """
+        listed, count = f"{name}/keys", f"{name}/num_ranks"
+
+        def leave() -> None:
+            if keys is not None:
+                self._store.set(listed, json.dumps(keys))
+            if self._store.add(count, 1) == self.member.size:
+                self._delete([*json.loads(self._store.get(listed)), listed, count])
+
+        with suppress(FastloadError):
+            self.ask("ending the call", self.grace_s, leave)
 
     def _add_done(self, keys: Sequence[str]) -> None:
         self._done.update(dict.fromkeys(keys))

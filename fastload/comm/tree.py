@@ -32,7 +32,7 @@ _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tre
 _HEAD = struct.Struct("!IIII")
 _ACKNOWLEDGED = 1 << 31  # with the number of a step
 _READ_BYTES = 1 << 18
-_LONGEST_S, _SHORT_S = 1.0, 0.05
+_LOOK_S = 0.05  # between the looks of threads whose messages another one moves
 _MOST_TRIES = 3
 _NOTHING = "?"
 
@@ -90,7 +90,8 @@ class TreeLinks:
         self._links = {rank: _TreeLink(link) for rank, link in sockets.items()}
         self._inbox: dict[tuple[int, Tag], tuple[str, bytes]] = {}
         self._is_broken = self._is_moving = False
-        self._num_waiting = 0
+        self._waker, self._wakes = socket.socketpair()  # the thread that moves messages waits for these, too
+        self._waker.setblocking(False)
 
     def are_intact(self) -> bool:
         """Whether all neighbours are connected, as far as this rank knows."""
@@ -105,7 +106,14 @@ class TreeLinks:
         message = b"".join([_HEAD.pack(*tag, len(text), len(attachment)), text, attachment])
         with self._turn:
             for rank in ranks:
-                self._links[rank].send(message)
+                self._send(rank, message)
+
+    def _send(self, rank: int, message: bytes) -> None:
+        link = self._links[rank]
+        link.send(message)
+        if link.is_sending and self._is_moving:
+            with suppress(OSError):  # it is full, or closed with the links
+                self._waker.send(b"\0")
 
     def acknowledge(self, tag: Tag, keys: Sequence[str] = ()) -> None:
         """Tells rank 0 that a call's last decision has reached this rank and all below it.
@@ -124,7 +132,7 @@ class TreeLinks:
             if self._parent is None:
                 self._acknowledged += self._unacknowledged.pop(tag, ())
             else:
-                self._links[self._parent].send(_HEAD.pack(tag[0], tag[1] | _ACKNOWLEDGED, 0, 0))
+                self._send(self._parent, _HEAD.pack(tag[0], tag[1] | _ACKNOWLEDGED, 0, 0))
 
     def take_acknowledged(self) -> list[str]:
         """Returns, on rank 0, the keys of steps that all ranks have newly acknowledged."""
@@ -170,9 +178,7 @@ class TreeLinks:
                 if self._is_broken:
                     raise TreeBroken
                 if others_move := self._is_moving:
-                    self._num_waiting += 1
-                    self._turn.wait(_SHORT_S)
-                    self._num_waiting -= 1
+                    self._turn.wait(_LOOK_S)
                 else:
                     self._is_moving = True
             if others_move:
@@ -182,7 +188,7 @@ class TreeLinks:
 
     def _move_for(self, look: Callable[[], float]) -> None:
         try:
-            self._move(min(look(), _SHORT_S if self._num_waiting else _LONGEST_S))
+            self._move(look())
         finally:
             with self._turn:
                 self._is_moving = False
@@ -208,10 +214,14 @@ class TreeLinks:
     def _close(self) -> None:
         for link in self._links.values():
             link.close()
+        self._waker.close()
+        self._wakes.close()
 
     def _move(self, wait_s: float) -> None:
         """Sends and receives what is ready; in one thread at a time."""
         poll = select.poll()
+        if (wakes := self._wakes.fileno()) >= 0:
+            poll.register(wakes, select.POLLIN)
         by_number = {}
         for rank, link in self._links.items():
             if (number := link.number) >= 0:
@@ -221,6 +231,10 @@ class TreeLinks:
         with self._turn:
             is_gone = False
             for number, event in found:
+                if number not in by_number:
+                    with suppress(OSError):
+                        self._wakes.recv(_READ_BYTES)
+                    continue
                 rank, link = by_number[number]
                 try:
                     if event & ~select.POLLOUT:  # first, since a closed end accepts no more bytes
@@ -567,6 +581,8 @@ class TreeRendezvous(StoreRendezvous):
             for link in links.values():
                 link.close()
             if isinstance(error, TreeBroken | Unreachable | OSError | MemoryError):
+                if self._listener is not None:  # late ranks would try for seconds to connect
+                    self.ask(what, self.timeout_s, lambda: self._delete([f"at/{self.member.rank}"]))
                 return None
             raise
 

@@ -187,8 +187,21 @@ class World:
         """
         return self._agree(what, work).values
 
-    def _agree(self, what: str, work: Callable[[], Any], attachment: Sequence[bytes] = ()) -> Decision:
-        """Does work on every rank, which may add bytes for all to `attachment`."""
+    def _agree(
+        self,
+        what: str,
+        work: Callable[[], Any],
+        attachment: Sequence[bytes] = (),
+        left: Sequence[str] = (),
+    ) -> Decision:
+        """Does work on every rank.
+
+        Args:
+            what: Name of the step.
+            work: As for `agree`. It may add bytes for all ranks to `attachment`, and keys to `left`.
+            attachment: See `gather`.
+            left: Keys of bytes that no rank needs if the step fails.
+        """
         value, error = None, None
         try:
             value = work()
@@ -198,6 +211,8 @@ class World:
             decision = self.gather(
                 what, value, error, wait_s=self.patience_s, attachment=b"".join(attachment)
             )
+            if decision.failed:
+                self.rendezvous.delete_at_end(left)
             self._require_success(what, decision, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
@@ -285,16 +300,17 @@ class World:
             CheckpointError: `make` raised it; the same on all ranks.
             PeerError: `make` raised another error, or a rank did not respond.
         """
-        step, made = self._state.step, []
+        step, made, left = self._state.step, list[bytes](), list[str]()
         place = f"shared/{step}"
 
         def publish() -> int:
             if self.rank != source:
                 return 0
             made.append(make())
-            return len(self.rendezvous.leave(what, place, made[0], limit_s=self.patience_s))
+            left.extend(self.rendezvous.leave(what, place, made[0], limit_s=self.patience_s))
+            return len(left)
 
-        decision = self._agree(what, publish, made)
+        decision = self._agree(what, publish, made, left)
         self.rendezvous.note_shared(step, place, decision.values[source])
         if (data := decision.attachment) is None:
             data = self.rendezvous.take(what, place, keep=True, limit_s=self.patience_s)
@@ -406,7 +422,8 @@ class World:
 class Decisions:
     """Rank 0's decisions, which the other ranks read in the same order through the rendezvous store.
 
-    Rank 0 deletes decisions that all ranks have read: these count them in blocks. The last two blocks stay.
+    Rank 0 deletes decisions that all ranks have read: these count them in blocks. The last rank that closes
+    deletes the rest, if the store stays.
 
     Args:
         world: The ranks.
@@ -446,16 +463,33 @@ class Decisions:
             world.rendezvous.post(self._what, self._key(number), json.dumps(decision), forget=forget)
         return decision
 
+    def close(self, *keys: str) -> None:
+        """Ends the decisions on this rank; never raises.
+
+        A store that one of the ranks hosts is left alone: it may be gone, and ends with that rank.
+
+        Args:
+            keys: Further keys in the store that no rank needs once all have closed.
+        """
+        if self._world.rendezvous.member.store_stays:
+            begin, end = self._num_read_blocks * _BLOCK, self._num_made
+            counters = map(self._count_key, range(self._num_read_blocks, -(-end // _BLOCK)))
+            own = [*self._stale, *map(self._key, range(begin, end)), *counters, *keys]
+            self._world.rendezvous.delete_with_last(
+                f"{self._name}/closed", own if self._world.rank == 0 else None
+            )
+
     def _look_for_stale(self, num_blocks: int) -> None:
-        """Notes the next block of decisions as stale, if all ranks have read it."""
-        world, block = self._world, self._num_read_blocks
-        if block < num_blocks:
+        """Notes the blocks of decisions as stale that all ranks have read."""
+        world = self._world
+        while self._num_read_blocks < num_blocks:
+            block = self._num_read_blocks
             counter = self._count_key(block)
-            num_ranks = world.rendezvous.count(self._what, counter, 0)
-            if num_ranks == world.size - 1:
-                self._num_read_blocks += 1
-                self._stale += map(self._key, range(block * _BLOCK, (block + 1) * _BLOCK))
-                self._stale.append(counter)
+            if world.rendezvous.count(self._what, counter, 0) < world.size - 1:
+                return
+            self._num_read_blocks += 1
+            self._stale += map(self._key, range(block * _BLOCK, (block + 1) * _BLOCK))
+            self._stale.append(counter)
 
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}"

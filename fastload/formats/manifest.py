@@ -128,6 +128,7 @@ class Manifest:
         block_bytes: Length of a checksum block; 0 without a commit record.
         structure: The structure of the state, see `fastload.formats.state`; None without one.
         record_digest: xxh3-128 of the commit record, or of the metadata of other programs; else empty.
+        index_digest: xxh3-128 of the index of several files; empty without one.
         format: ``safetensors``, ``fastload``, ``torch``, ``dcp``, ``torch_checkpointing`` or ``deepspeed``.
         guards: The guards of data whose layout was inferred, in the order of the bytes.
         heads: The distinct bytes expected before such data.
@@ -141,6 +142,7 @@ class Manifest:
     block_bytes: int = 0
     structure: Any = None
     record_digest: str = ""
+    index_digest: str = ""
     format: str = "safetensors"
     guards: tuple[Guard, ...] = ()
     heads: tuple[bytes, ...] = ()
@@ -227,6 +229,7 @@ class Manifest:
             block_bytes=columns["block_bytes"],
             structure=columns["structure"],
             record_digest=columns["record_digest"],
+            index_digest=columns["index_digest"],
             format=columns["format"],
             guards=tuple(map(Guard._make, columns["guards"])),
             heads=tuple(map(base64.b64decode, columns["heads"])),
@@ -243,6 +246,7 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "structure": self.structure,
             "record_digest": self.record_digest,
+            "index_digest": self.index_digest,
             "format": self.format,
             "guards": self.guards,
             "heads": [base64.b64encode(head).decode() for head in self.heads],

@@ -4,8 +4,8 @@ That of a single file has the name of the file before it: ``last.pt.fastload.sea
 
 A seal has an xxh3-64 for each *block*. The blocks of an extent (a tensor, or a piece of one) are
 `block_bytes` long and begin at its first byte; the blocks of a file are in the order of their offsets. What
-is read when a checkpoint is opened (headers, pickles, metadata), and the place of each extent, have one
-digest in the seal.
+is read when a checkpoint is opened (headers, pickles, metadata, an index), and the place of each extent, have
+one digest in the seal. Seals of version 1 do not cover an index.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import xxhash
 
@@ -34,7 +35,8 @@ from fastload.storage.base import FileStat, Storage
 from fastload.storage.location import OBJECT_STORES, Location
 from fastload.storage.retry import PatientStorage
 
-_FORMAT, _VERSION = "fastload-seal", 1
+_FORMAT = "fastload-seal"
+_WITHOUT_INDEX, _WITH_INDEX = 1, 2  # versions
 _KEYS = {"block_bytes", "checksums", "digest", "format", "version"}
 
 
@@ -46,22 +48,35 @@ class Seal:
         block_bytes: Length of a block.
         digest: xxh3-128 of everything but the data of tensors; see `digest_of`.
         checksums: For each file of the manifest, the checksums of its blocks, 8 bytes each, joined.
+        has_index: Whether the checkpoint had an index, which the digest covers.
     """
 
     block_bytes: int
     digest: str
     checksums: tuple[bytes, ...]
+    has_index: bool = False
+
+    @classmethod
+    def of(cls, manifest: Manifest, checksums: Sequence[bytes]) -> Seal:
+        """Returns the seal of a checkpoint with the checksums of its files."""
+        has_index = bool(manifest.index_digest)
+        digest = _digest_of(manifest, has_index=has_index)
+        return cls(manifest.block_bytes, digest, tuple(checksums), has_index)
 
     def to_bytes(self) -> bytes:
         """Returns the text of the seal, the same for equal contents."""
         body = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _WITH_INDEX if self.has_index else _WITHOUT_INDEX,
             "block_bytes": self.block_bytes,
             "digest": self.digest,
             "checksums": [each.hex() for each in self.checksums],
         }
         return checked_text(body)
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint is the one that was sealed, apart from the data of tensors."""
+        return self.digest == _digest_of(manifest, has_index=self.has_index)
 
     def applied_to(self, manifest: Manifest) -> Manifest:
         """Returns the manifest with the checksums.
@@ -70,11 +85,14 @@ class Seal:
             ChecksumError: The checkpoint is not the one that was sealed.
             ManifestError: The seal contradicts itself.
         """
-        if self.digest != digest_of(manifest):
+        if not self.fits(manifest):
+            is_gone = self.has_index and not manifest.index_digest
             raise ChecksumError(
-                f"{manifest.url}: its files, headers or metadata are not those that "
-                f"{url_of_seal(manifest)} has the checksums of: they are damaged, or were changed after "
-                "`fastload seal`. If the change was intended, seal it again, or remove that file"
+                f"{manifest.url}: its files, headers, index or metadata are not those that "
+                f"{url_of_seal(manifest)} has the checksums of"
+                f"{' (its index, which it had then, is missing)' if is_gone else ''}: they are damaged, or "
+                "were changed after `fastload seal`. If the change was intended, seal it again, or remove "
+                "that file"
             )
         wanted = blocks_of_files(manifest, self.block_bytes)
         if [len(each) for each in self.checksums] != [CHECKSUM_BYTES * count for count in wanted]:
@@ -155,14 +173,16 @@ def url_of_seal(manifest: Manifest) -> str:
     return f"{manifest.url}{'.' if is_single_file(manifest) else '/'}{SEAL_NAME}"
 
 
-def digest_of(manifest: Manifest) -> str:
+def _digest_of(manifest: Manifest, *, has_index: bool) -> str:
     """Returns an xxh3-128 of names, sizes and headers of the files, and of the places of all extents.
 
     Layouts that were inferred have the digest of those that were read, if they are equal.
     """
     files = [[file.name, file.nbytes, file.header_digest] for file in manifest.files]
     extents = [[extent.file, extent.offset, extent.nbytes] for extent in manifest.extents]
-    body = {"files": files, "record": manifest.record_digest, "extents": extents}
+    body: dict[str, Any] = {"files": files, "record": manifest.record_digest, "extents": extents}
+    if has_index:
+        body["index"] = manifest.index_digest
     return xxhash.xxh3_128_hexdigest(canonical(body))
 
 
@@ -192,7 +212,7 @@ def read_seal(storage: Storage) -> Seal:
     """
     where = storage.label(SEAL_NAME)
     text = read_limited(storage, SEAL_NAME, "seal", MAX_RECORD_BYTES)
-    raw = parse_checked(text, where, "seal", _FORMAT, {_VERSION: _KEYS})
+    raw = parse_checked(text, where, "seal", _FORMAT, {_WITHOUT_INDEX: _KEYS, _WITH_INDEX: _KEYS})
     if type(raw["digest"]) is not str:
         raise ManifestError(f"{where}: digest is no text but {show(raw['digest'])}")
     if type(raw["checksums"]) is not list:
@@ -201,4 +221,4 @@ def read_seal(storage: Storage) -> Seal:
         checksums = tuple(map(parse_checksums, raw["checksums"]))
     except ValueError as error:
         raise ManifestError(f"{where}: {error}") from None
-    return Seal(raw["block_bytes"], raw["digest"], checksums)
+    return Seal(raw["block_bytes"], raw["digest"], checksums, raw["version"] == _WITH_INDEX)

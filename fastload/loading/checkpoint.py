@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """A checkpoint that all ranks of a group have open. Made by `fastload.open`."""
+    """A checkpoint that all ranks of a group have open. Made by `fastload.open`.
+
+    Calls of several threads wait for each other. On several ranks they have to come in the same order.
+    """
 
     _all_open: ClassVar[WeakSet[Checkpoint]] = WeakSet()
     _opening: ClassVar[ProcessLock] = ProcessLock()
@@ -35,6 +40,7 @@ class Checkpoint:
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         self._session = Session(world, access, options)
         self._stream: StreamTransfer | BoxStreamTransfer | None = None
+        self._turn = threading.RLock()
         with self._opening:
             self._all_open.add(self)
 
@@ -88,7 +94,7 @@ class Checkpoint:
 
     def prefetch(self) -> None:
         """Begins to read the checkpoint into host memory, in the background; see `fastload.prefetch`."""
-        with self._session.usable():
+        with self._call(ends_stream=False):
             self._session.prefetch()
             self._session.opened.world.acknowledge()
 
@@ -99,7 +105,7 @@ class Checkpoint:
             ChecksumError: Bytes differ from those that were written.
             FastloadError: As for `fastload.load`; the same on all ranks.
         """
-        with self._session.usable():
+        with self._call(ends_stream=False):
             self._session.await_prefetch()
             self._session.opened.world.acknowledge()
 
@@ -121,9 +127,8 @@ class Checkpoint:
 
         After `prefetch` it waits as `wait` does, and reads only what is not in memory.
         """
-        self._end_stream()
         skip_per_rank = self._session.opened.options.per_rank_mismatch == "skip"
-        with self._session.usable():
+        with self._call():
             request = LoadRequest(into, device, dtype, names, strict, skip_per_rank)
             return load(self._session, request).result
 
@@ -145,8 +150,7 @@ class Checkpoint:
             MismatchError: On some rank a box does not fit; no data have moved.
             FastloadError: As for `fastload.load`.
         """
-        self._end_stream()
-        with self._session.usable():
+        with self._call():
             return load(self._session, BoxRequest(boxes, cast)).report
 
     def tensors(
@@ -195,13 +199,21 @@ class Checkpoint:
 
         if self._session.opened.options.dequantize:
             raise OptionError("streams hand out tensors as stored: open the checkpoint without dequantize")
-        self._end_stream()
-        with self._session.usable():
+        with self._call():
             if boxes is not None:
                 self._stream = stream_boxes(self._session, names, boxes, device)
             else:
                 self._stream = stream_tensors(self._session, names, device, borrow=borrow)
         return TensorStream(self._stream)
+
+    @contextmanager
+    def _call(self, *, ends_stream: bool = True) -> Iterator[None]:
+        """Makes a call of all ranks, once those of other threads have ended."""
+        with self._turn:
+            if ends_stream:
+                self._end_stream()
+            with self._session.usable():
+                yield
 
     def _end_stream(self) -> None:
         """Leaves the stream that is under way, and waits until the other ranks have their tensors."""
@@ -227,6 +239,5 @@ class Checkpoint:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
         from fastload.loading.verify import verify
 
-        self._end_stream()
-        with self._session.usable():
+        with self._call():
             return verify(self._session)

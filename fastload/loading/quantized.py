@@ -127,7 +127,8 @@ def dequantized(manifest: Manifest, config: Mapping[str, Any]) -> DequantizedMan
                 f"{url}: weights of the format {show(name)} of compressed-tensors cannot be dequantised; "
                 f"fastload knows {', '.join(_FORMATS)}"
             )
-    tensors = _Finder(manifest, _blocks(quantization, groups)).tensors()
+    blocks, is_inverse = _blocks(quantization, groups), bool(quantization.get("weight_block_size"))
+    tensors = _Finder(manifest, blocks, is_inverse=is_inverse).tensors()
     columns = {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
     return DequantizedManifest(**columns | {"tensors": tensors}, stored=manifest)
 
@@ -159,11 +160,13 @@ class _Finder:
     Args:
         manifest: The checkpoint.
         blocks: Sizes of two-dimensional blocks.
+        is_inverse: Whether scales of FP8 weights are expected to be called ``_scale_inv``.
     """
 
-    def __init__(self, manifest: Manifest, blocks: list[tuple[int, int]]) -> None:
+    def __init__(self, manifest: Manifest, blocks: list[tuple[int, int]], *, is_inverse: bool) -> None:
         self._manifest = manifest
         self._blocks = blocks
+        self._is_inverse = is_inverse
         self._used: set[str] = set()
 
     def tensors(self) -> tuple[TensorEntry, ...]:
@@ -215,11 +218,12 @@ class _Finder:
         return scale
 
     def _fp8(self, entry: TensorEntry) -> QuantizedWeight:
-        inverse = f"{entry.name}_scale_inv"
-        if inverse in self._manifest.by_name:
+        inverse, plain = f"{entry.name}_scale_inv", f"{entry.name}_scale"
+        there = self._manifest.by_name
+        if inverse in there or (self._is_inverse and plain not in there):
             scale = self._scale(entry, inverse, (*_FLOATS, "F8_E8M0", "U8"))
         else:
-            scale = self._scale(entry, f"{entry.name}_scale", _FLOATS)
+            scale = self._scale(entry, plain, _FLOATS)
         dtype = scale.dtype if scale.dtype in _FLOATS else "BF16"
         block = self._block(entry, scale, entry.shape)
         return _weight(entry, entry.name, dtype, entry.shape, scale=scale, block=block)

@@ -18,7 +18,6 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.formats.seal import (
     Seal,
     SealableFile,
-    digest_of,
     is_single_file,
     location_of_seal,
     require_disjoint,
@@ -134,5 +133,5 @@ def _text(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
     joined = b"".join(numbered[number] for number in range(len(numbered)))
     ends = list(accumulate(blocks_of_files(manifest, manifest.block_bytes), initial=0))
     assert len(numbered) == ends[-1], "each block once"
-    checksums = (joined[begin * CHECKSUM_BYTES : end * CHECKSUM_BYTES] for begin, end in pairwise(ends))
-    return Seal(manifest.block_bytes, digest_of(manifest), tuple(checksums)).to_bytes()
+    checksums = [joined[begin * CHECKSUM_BYTES : end * CHECKSUM_BYTES] for begin, end in pairwise(ends)]
+    return Seal.of(manifest, checksums).to_bytes()

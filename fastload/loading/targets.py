@@ -465,13 +465,18 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Returns the dtype that ``dtype=`` names, with or without ``torch.``.
 
     Raises:
-        OptionError: It names none.
+        OptionError: It names none, or one of integers.
     """
     if dtype is None:
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise OptionError(f"dtype={dtype!r}: must be a torch.dtype or the name of one, such as bfloat16")
+    if not (found.is_floating_point or found.is_complex):
+        raise OptionError(
+            f"dtype={dtype!r}: must be a floating point dtype, since a cast to others cuts off the fractions "
+            "of weights: load them without dtype=, and quantise them with a library that scales them"
+        )
     return found
 
 

@@ -310,6 +310,7 @@ class MemoryTier:
             remove: Whether to remove the job's checkpoints from this host; if not, the next start finds them.
             wait_s: Longest wait for the last save; None waits until it has ended.
         """
+        self._decisions.close()
         if self.last is None or self.last.wait(wait_s):  # otherwise the folder closes with the process
             _close(self._folder, remove=remove)
 

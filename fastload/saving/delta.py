@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.memory import host_bytes
-from fastload.base.threads import Workers
+from fastload.base.threads import Workers, one_torch_thread
 from fastload.comm.world import join_parts, split_parts
 from fastload.errors import CheckpointError, OptionError, StorageError
 from fastload.formats.delta import (
@@ -341,10 +341,11 @@ class _Comparer:
         name = self._layout.files[first.file].name
         into = memoryview(buffer)[:nbytes]
         self._base.storage.read_into(name, first.offset, [into], self._versions[name])
-        for run in runs:
-            begin = run.blocks[0].offset - first.offset
-            for some, data, before in self._pieces(run, into[begin : begin + len(run.data)]):
-                self.found[some[0].number] = self._found(some, data, before)
+        with one_torch_thread():
+            for run in runs:
+                begin = run.blocks[0].offset - first.offset
+                for some, data, before in self._pieces(run, into[begin : begin + len(run.data)]):
+                    self.found[some[0].number] = self._found(some, data, before)
         self._buffers.append(buffer)
 
     def _pieces(

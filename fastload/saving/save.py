@@ -212,8 +212,12 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
         planned = plan_delta(call, begun.plan, begun.snapshot, agreed)
         written = write(call, planned.plan, planned.snapshot)
     publishing = partial(_publish, call, begun, planned, written, agreed.metadata, waited_s)
-    published = world.agree(f"{call.what}: publishing", publishing)
-    call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
+    published = world.settle(
+        f"{call.what}: publishing",
+        publishing,
+        ended=lambda error: call.tracing.leave("save", call.began, error),
+        met=lambda: call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes}),
+    )
     world.acknowledge()
     return _report(call, planned, published)
 
@@ -233,7 +237,6 @@ def _publish(
     if world.rank == plan.group.leader:
         own = commit(call, plan, written, metadata, planned.delta)
         call.tracing.add("commit", began)
-    call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()
     held_s = begun.snapshot.waited_s if begun.snapshot is not None else 0.0
     rank = SaveRankReport(

@@ -425,7 +425,7 @@ def _hand_in(world: World, group: WriterGroup, receipt: WriteReceipt, *, what: s
     packed = receipt.to_text()
     if len(packed) * world.size <= _SHORT_BYTES:
         return packed
-    world.leave_bytes(f"{what}: leaving checksums", _PLACE, packed.encode())
+    world.show_bytes(f"{what}: leaving checksums", _PLACE, packed.encode())
     return None
 
 
@@ -444,7 +444,7 @@ def _collect_receipts(
     for rank in group.members[1:]:
         packed: str | bytes | None = result.receipts[rank]
         if packed is None:
-            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank)
+            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank, keep=True)
         assert packed is not None
         receipts.append(WriteReceipt.parse(packed))
     return receipts

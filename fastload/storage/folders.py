@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from fastload.errors import FastloadError, StorageError
@@ -165,6 +165,15 @@ def delete(name: str, parent: int, *, last: str = "") -> None:
     with closing(open_folder(name, parent)) as folder:
         empty(folder, last=last)
     os.rmdir(name, dir_fd=parent)
+
+
+def remove_files(path: str, is_own: Callable[[str], bool]) -> None:
+    """Deletes files of a directory by their names, and the directory if it has no others; never raises."""
+    with suppress(OSError):
+        with closing(open_folder(os.path.realpath(path))) as folder:
+            for name in filter(is_own, names(folder)):
+                os.unlink(name, dir_fd=folder)
+        os.rmdir(path)
 
 
 def exchange(one: str, folder: int, other: str, parent: int) -> None:

@@ -224,5 +224,6 @@ class PendingSaves:
                 del handle, save  # else error → traceback → frame → handle → error would keep it all alive
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Frees the memory, and ends the decisions of rank 0."""
         self._queue.pool.clear()
+        self._decisions.close()

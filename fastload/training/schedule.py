@@ -110,6 +110,7 @@ class SaveSchedule:
     def close(self) -> None:
         """Restores the previous signal handlers."""
         self._signals.close()
+        self._windows.close()
 
     def _on_signal(self) -> None:
         """Notifies rank 0 of a signal; from any thread, never raises."""
@@ -182,6 +183,10 @@ class _Windows:
         taken = self._leader.take() if self._leader is not None else self._decisions.share(dict)
         self._until = taken["until"]
         return ScheduleAnswer(**taken["answer"])
+
+    def close(self) -> None:
+        """Ends the windows on this rank."""
+        self._decisions.close(_STOP)
 
 
 class _Leader:

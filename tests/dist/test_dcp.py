@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastload
 from fastload.cli.convert import load_parts, write_dcp_folder
-from fastload.errors import CheckpointExists, IncompleteCheckpoint
+from fastload.errors import CheckpointError, CheckpointExists, IncompleteCheckpoint
 from tests.dist.harness import ranks
 from tests.dist.test_sharded_failures import break_reads
 from tests.dist.test_sharded_states import assert_equal, options, read, reference, sharded, train, whole
@@ -153,3 +155,21 @@ def test_hugging_face_shards_come_back(rank: int, world: int, tmp_path: Path) ->
         other = empty_model((2, 2))
         fastload.load(path, into=other, options=options())
         assert_equal(whole(other.state_dict()), expected | {"head.weight": expected["embedding.weight"]})
+
+
+@ranks(1, 2)
+def test_a_directory_that_cannot_be_written_leaves_nothing(rank: int, world: int, tmp_path: Path) -> None:
+    state = {f"t{number}": torch.full((300, 300), float(number)) for number in range(4)}
+    fastload.save(state, tmp_path / "own")
+    with fastload.open(tmp_path / "own") as checkpoint:
+        parts = load_parts(checkpoint)
+    if rank == world - 1:  # as if its disk were full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError, match=rf"dcp: .* failed: rank {world - 1}: .* check the space"):
+        write_dcp_folder(parts, str(tmp_path / "new" / "dcp"), overwrite=False, timeout_s=20)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    dist.barrier()
+    assert os.listdir(tmp_path / "new") == []
+    write_dcp_folder(parts, str(tmp_path / "new" / "dcp"), overwrite=False, timeout_s=20)
+    assert_equal(fastload.load(tmp_path / "new" / "dcp"), state)
+    assert os.listdir(tmp_path / "new") == ["dcp"]

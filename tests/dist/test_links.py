@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_connections_are_kept_until_a_load_fails(rank: int, world: int, tmp_path
     if rank == 0:
         save_file(expected(), path)
     dist.barrier()
-    before, in_tree = len(sockets()), 3 if rank == 0 else 1
+    before, in_tree = len(sockets()), 2 + (3 if rank == 0 else 1)  # two wake the thread that moves messages
     load(path)
     connected = sockets()
     assert len(connected) == before + 3 + in_tree, "a listener, one to each neighbour, and those of the tree"
@@ -120,3 +121,19 @@ def test_two_open_checkpoints_are_loaded_at_once(rank: int, world: int, tmp_path
     for checkpoint in both:
         checkpoint.close()
     dist.barrier()
+
+
+@ranks(1, 2)
+def test_threads_that_load_one_open_checkpoint_wait_for_each_other(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    if rank == 0:
+        save_file(expected(), path)
+    dist.barrier()
+    options = LoadOptions(strategy="allgather", timeout_s=20, chunk_bytes=4096)
+    with fastload.open(path, options=options) as checkpoint, ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(checkpoint.load) for _ in range(12)]
+        for each in loads:
+            found = each.result()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected().items())

@@ -139,7 +139,13 @@ def test_slow_steps_learn_of_a_signal_in_the_next_ones(rank: int, world: int, tm
 @ranks(3, deadline_s=90)
 def test_asking_is_cheap_and_leaves_nothing_behind(rank: int, world: int, tmp_path: Path) -> None:
     pytest.MonkeyPatch().setattr(schedule, "_SHORTEST_S", 0.0)  # as many decisions as there can be
+    pytest.MonkeyPatch().setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = dist.distributed_c10d._get_default_store()
+    with manage(tmp_path):
+        dist.barrier()
+    dist.barrier()
+    keys_before = store.num_keys()
+    dist.barrier()
     with manage(tmp_path, every_seconds=1000) as manager:
         for step in range(200):
             manager.should_save(step)
@@ -158,6 +164,8 @@ def test_asking_is_cheap_and_leaves_nothing_behind(rank: int, world: int, tmp_pa
         )
         assert cpu_s / 8000 < 200e-6
         assert store.num_keys() - keys < 200, "8000 calls are 250 decisions or more"
+    dist.barrier()
+    assert store.num_keys() <= keys_before + 8
 
 
 def test_alone_it_needs_no_process_group(tmp_path: Path) -> None:

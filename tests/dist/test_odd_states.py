@@ -115,3 +115,7 @@ def test_a_dtype_may_be_named(rank: int, world: int, tmp_path: Path) -> None:
     for wrong in ("bf16", "nn", 3):
         with pytest.raises(OptionError, match=rf"dtype={wrong!r}: must be a torch.dtype or the name of one"):
             fastload.load(tmp_path / "a", dtype=wrong)  # type: ignore[arg-type]
+    for integer in ("int8", torch.int64, torch.bool):
+        with pytest.raises(OptionError, match=r"dtype=.*: must be a floating point dtype.* quantise"):
+            fastload.load(tmp_path / "a", dtype=integer)
+    assert fastload.load(tmp_path / "a", dtype=torch.complex64)["a"].tolist() == [1] * 8

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 import fastload
 from fastload.errors import FastloadError, PeerError, PlanMismatch
+from fastload.saving import write
+from fastload.storage.local_target import LocalTarget
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
 
@@ -147,6 +149,32 @@ def test_calls_leave_nothing_in_the_store(
     world: int, store: Literal["agent", "rank0"], tmp_path: Path
 ) -> None:
     run_ranks(count_keys, world, store=store, folder=tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["writing", "publishing"])
+@ranks(3)
+def test_a_failed_save_leaves_nothing_in_the_store(rank: int, world: int, tmp_path: Path, stage: str) -> None:
+    """Neither the checksums of the ranks for the leader, nor their traces for rank 0."""
+    pytest.MonkeyPatch().setattr(write, "_SHORT_BYTES", 0)
+    store, counts = dist.distributed_c10d._get_default_store(), []
+    options = replace(SAVING, writers="all", trace=tmp_path / "trace.json" if stage == "publishing" else None)
+    fastload.save(STATE, tmp_path / "a", options=SAVING)
+
+    def fail(*_: Any, **__: Any) -> None:
+        time.sleep(0.5)  # in which the others hand in what they have
+        raise RuntimeError("no")
+
+    for _ in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(LocalTarget, {"writing": "flush", "publishing": "publish"}[stage], fail)
+            with pytest.raises(PeerError, match=r"rank 0 .*: RuntimeError: no"):
+                fastload.save(STATE, tmp_path / "b", options=options)
+        assert loads(tmp_path / "a")
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert len(set(counts)) == 1, counts
 
 
 CALLS: dict[str, Callable[[Path], Any]] = {

@@ -563,12 +563,25 @@ def without(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.__delitem__(name)
 
 
+def only(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for other in tensors.keys() - {name}:
+            del tensors[other]
+
+    return change
+
+
 def changed(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({name: tensor})
 
 
 BAD: dict[str, tuple[dict[str, Any] | None, Callable[[dict[str, Tensor]], None], str]] = {
-    "no scale": (FP8, without("odd.weight_scale_inv"), r"'odd.weight'.*'odd.weight_scale' is missing"),
+    "no scale": (FP8, without("odd.weight_scale_inv"), r"'odd.weight'.*'odd.weight_scale_inv' is missing"),
+    "no scale of a tensor": (
+        {"quant_method": "fp8"},
+        only("odd.weight"),
+        r"'odd.weight'.*'odd.weight_scale' is missing",
+    ),
     "no weight": (FP8, without("odd.weight"), "'odd.weight_scale_inv': a scale, but there is no quantised"),
     "not quantised": (FP8, changed("odd.weight", torch.ones(2)), "'odd.weight_scale_inv': a scale, but"),
     "other shape": (
@@ -613,7 +626,7 @@ def test_all_ranks_hear_of_it(rank: int, world: int, tmp_path: Path) -> None:
     if rank == 0:
         write(tmp_path, {"a.weight": random_fp8(2, 2)}, FP8)
     torch.distributed.barrier()
-    with pytest.raises(fastload.FastloadError, match=r"'a\.weight_scale' is missing"):
+    with pytest.raises(fastload.FastloadError, match=r"'a\.weight_scale_inv' is missing"):
         fastload.load(tmp_path, options=OPTIONS)
     (tmp_path / "config.json").unlink(missing_ok=True)
     torch.distributed.barrier()

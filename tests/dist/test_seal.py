@@ -210,9 +210,35 @@ def add_a_file(folder: Path) -> None:
     )
 
 
+def remove_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def change_the_index(folder: Path) -> None:
+    """So that the tensors stay the same."""
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "metadata": {"total_size": 3}}))
+
+
+def as_bins(folder: Path) -> None:
+    as_bin(folder)
+    add_a_file(folder)
+
+
+def remove_the_index_of_bins(folder: Path) -> None:
+    (folder / "pytorch_model.bin.index.json").unlink()
+
+
 @pytest.mark.parametrize(
     ("write", "change"),
-    [(as_safetensors, change_a_header), (as_dcp, change_a_value), (as_bin, add_a_file)],
+    [
+        (as_safetensors, change_a_header),
+        (as_safetensors, remove_the_index),
+        (as_safetensors, change_the_index),
+        (as_dcp, change_a_value),
+        (as_bin, add_a_file),
+        (as_bins, remove_the_index_of_bins),
+    ],
 )
 def test_what_was_changed_since_is_refused_until_it_is_sealed_again(
     tmp_path: Path, write: Callable[[Path], None], change: Callable[[Path], None]
@@ -221,10 +247,28 @@ def test_what_was_changed_since_is_refused_until_it_is_sealed_again(
     write(folder)
     fastload.seal(folder)
     change(folder)
-    with pytest.raises(ChecksumError, match=r"changed after `fastload seal`.*seal it again"):
-        fastload.load(folder)
+    for call in (fastload.load, fastload.verify):
+        with pytest.raises(ChecksumError, match=r"changed after `fastload seal`.*seal it again") as raised:
+            call(folder)
+        is_gone = "its index, which it had then, is missing" in str(raised.value)
+        assert is_gone == change.__name__.startswith("remove")
     fastload.seal(folder)
     fastload.load(folder)
+
+
+def test_a_seal_of_the_first_version_does_not_cover_the_index(tmp_path: Path) -> None:
+    """As fastload 0.2.0 wrote it; that of a directory without an index has this version still."""
+    folder = tmp_path / "checkpoint"
+    as_safetensors(folder)
+    index = (folder / "model.safetensors.index.json").read_bytes()
+    remove_the_index(folder)
+    fastload.seal(folder)
+    assert json.loads((folder / SEAL_NAME).read_text())["version"] == 1
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    fastload.verify(folder)
+    fastload.seal(folder)
+    assert json.loads((folder / SEAL_NAME).read_text())["version"] == 2
+    fastload.verify(folder)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +277,7 @@ def test_what_was_changed_since_is_refused_until_it_is_sealed_again(
         (lambda path: flip(path, 40), ChecksumError, "the seal is damaged"),
         (lambda path: path.write_bytes(b"{}"), ManifestError, "no checksum of its own"),
         (lambda path: path.write_bytes(b"[" * 100_000), ManifestError, "nested too deeply"),
-        (lambda path: seal(path, version=2), UnsupportedVersion, "update fastload"),
+        (lambda path: seal(path, version=3), UnsupportedVersion, "update fastload"),
         (lambda path: seal(path, checksums=["00" * 8]), ManifestError, r"\[1\] checksums for"),
         (lambda path: seal(path, checksums=[3, {}]), ManifestError, "not hex digits"),
         (lambda path: seal(path, block_bytes=0), ManifestError, "block_bytes"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -14,6 +16,8 @@ from click.testing import CliRunner, Result
 import fastload
 from fastload import CheckpointManager
 from fastload.cli import main
+from fastload.errors import OptionError, PeerError, StorageError
+from fastload.loading.checkpoint import Checkpoint
 from tests.checkpoints import assert_same_bits, flip, load_reference, write_sharded
 from tests.e2e.test_cli import CONTROL, one_object, run
 
@@ -206,11 +210,40 @@ def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
         (("--to", "torch", *chosen), "need --to hf"),
         (("--to", "hf", "--names", "modle.*"), "missing in the checkpoint: modle.*"),
         (("--to", "hf", "--dtype", "bfloat61"), "'bfloat61': must be a torch.dtype"),
+        (("--to", "hf", "--dtype", "int8"), "'int8': must be a floating point dtype"),
     ):
         refused = run_here(*arguments, str(tmp_path / "never"), *wrong)
         assert refused.exit_code != 0
         assert message in refused.stderr
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("to", ["fastload", "hf", "torch", "dcp"])
+def test_convert_looks_at_the_destination_before_it_loads(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.arange(5)}, tmp_path / "old.pt")
+    arguments = ("convert", str(tmp_path / "old.pt"), str(tmp_path / "new"), "--to", to)
+    assert run_here(*arguments).exit_code == 0
+    monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("it loads"))
+    refused = run_here(*arguments)
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(f"fastload: CheckpointExists: {tmp_path / 'new'} exists")
+    missing = run_here("convert", str(tmp_path / "none"), str(tmp_path / "more" / "new"), "--to", to)
+    assert missing.stderr.startswith("fastload: CheckpointNotFound: ")
+    assert {path.name for path in tmp_path.iterdir()} == {"old.pt", "new"}
+
+
+def test_an_option_that_only_one_rank_can_check_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several ranks it comes as a `PeerError`."""
+    statuses = []
+    for cause in (OptionError("no such directory"), StorageError("no answer")):
+        error = PeerError("failed on 1 of 2 ranks", {0: cause})
+        monkeypatch.setattr(sys.modules["fastload.cli.convert"], "agree", Mock(side_effect=error))
+        statuses.append(run_here("convert", str(tmp_path), str(tmp_path / "new")).exit_code)
+    assert statuses == [2, 1]
 
 
 def test_convert_dequantises(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from fastload.comm.rendezvous import ExpiringKeys
 from fastload.comm.responses import Each, write_response
 from fastload.comm.store import Member
 from fastload.comm.tree import TreeState
-from fastload.comm.world import World
+from fastload.comm.world import Decisions, World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
 
 SHORT_S, LONG_S = 0.12, 30.0
@@ -351,3 +351,82 @@ def test_keys_expire_in_the_second_rotation() -> None:
     assert keys.rotate() == ["a"]
     assert keys.rotate() == ["b"]
     assert keys.rotate() == []
+
+
+def test_a_late_rank_tries_no_address_once_the_others_meet_in_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The address of a rank that accepts nobody any more; on another host, it may take seconds to fail."""
+    store, caches = dist.HashStore(), [ConnectionCache() for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(make, store, 0, 2, "A", LONG_S, cache=caches[0])
+        wait_for(lambda: store.check(["1/at/0"]))
+        store.append("1/0/responses", "")  # as a rank does that cannot connect
+        wait_for(lambda: store.check(["1/0/count"]))
+        monkeypatch.setattr(tree, "connect", lambda *_: pytest.fail("it tries to connect"))
+        assert make(store, 1, 2, "A", LONG_S, cache=caches[1]) == first.result() == [0, 1]
+    for one in caches:
+        one.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("in_tree", [False, True], ids=["store", "tree"])
+@pytest.mark.parametrize("failing", ["fails", "does not come"])
+def test_bytes_to_share_go_with_a_call_that_fails(failing: str, in_tree: bool) -> None:
+    size, store = 3, dist.HashStore()
+    caches = [ConnectionCache() if in_tree else None for _ in range(size)]
+
+    def share(rank: int) -> Any:
+        timeout_s = SHORT_S if failing == "does not come" else LONG_S
+        world = join_in(store, Member(rank, size), call="A", timeout_s=timeout_s, cache=caches[rank])
+        with world.together():
+            world.agree("meeting", lambda: None)
+            if rank != 2:
+                world.share("sharing", 1, lambda: b"some bytes")
+            elif failing == "fails":
+                world.gather("sharing", None, ValueError("no"), wait_s=LONG_S)
+                world.acknowledge()
+
+    with ThreadPoolExecutor(size) as pool:
+        ends = list(pool.map(lambda rank: end_of(partial(share, rank)), range(size)))
+    assert [type(end) for end in ends[:2]] == [PeerError] * 2
+    assert not store.check(["1/shared/1/count"])
+    assert not store.check(["1/shared/1/part0"])
+    for one in filter(None, caches):
+        one.close()
+
+
+def test_the_last_rank_to_close_deletes_the_decisions() -> None:
+    size, store, num_decisions = 3, dist.HashStore(), 200
+
+    def decide(rank: int) -> int:
+        world = join_in(store, Member(rank, size, store_stays=True), call="A", timeout_s=LONG_S)
+        decisions = [Decisions(world, name, "deciding") for name in ("one", "other")]
+        for number in range(num_decisions):
+            assert decisions[0].share(lambda number=number: number) == number
+        num_keys = store.num_keys()
+        for each in decisions:
+            each.close()
+        return num_keys
+
+    with ThreadPoolExecutor(size) as pool:
+        assert max(pool.map(decide, range(size))) > 64
+    assert store.num_keys() <= 1  # the name of the namespace
+
+
+def test_decisions_that_not_all_have_read_stay() -> None:
+    store = dist.HashStore()
+    members = [Member(rank, 2, store_stays=True) for rank in range(2)]
+    worlds = [join_in(store, member, call="A", timeout_s=LONG_S) for member in members]
+    first, second = (Decisions(world, "one", "deciding") for world in worlds)
+    assert first.share(lambda: "a") == "a"
+    first.close()
+    assert second.share(lambda: None) == "a"
+    second.close()
+    assert store.num_keys() <= 1

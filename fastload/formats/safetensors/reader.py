@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import xxhash
@@ -57,11 +58,11 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
     index = _find_index(storage, listing)
     if index is None:
         return assemble(storage, stat_all(storage, _ending_in((SUFFIX,), listing)), read_header)
-    weight_map = read_index(storage, index)
+    weight_map, digest = read_index(storage, index)
     stats = stat_all(storage, sorted(set(weight_map.values())))
     manifest = assemble(storage, stats, read_header, weight_map)
     _check_index(storage.label(index), weight_map, manifest)
-    return manifest
+    return replace(manifest, index_digest=digest)
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
@@ -194,8 +195,12 @@ def _check_index(url: str, weight_map: Mapping[str, str], manifest: Manifest) ->
         logger.info("%s: %d tensors are not in the index", url, len(manifest.tensors) - len(weight_map))
 
 
-def read_index(storage: Storage, index: str) -> dict[str, str]:
-    """Returns the ``weight_map`` of an index: tensor name → file name, safe to look up below the root.
+def read_index(storage: Storage, index: str) -> tuple[dict[str, str], str]:
+    """Reads an index.
+
+    Returns:
+        Its ``weight_map``: tensor name → file name, safe to look up below the root; and its
+        `Manifest.index_digest`.
 
     Raises:
         ManifestError: It is malformed, or there is none.
@@ -208,7 +213,7 @@ def read_index(storage: Storage, index: str) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not is_plain_path(file):
             raise ManifestError(f"{url}: tensor {show(name)}: not a plain relative file name: {show(file)}")
-    return weight_map
+    return weight_map, xxhash.xxh3_128_hexdigest(text)
 
 
 # Files that hold shards of tensors, with offsets in the header, as `HuggingFaceStorageWriter` of

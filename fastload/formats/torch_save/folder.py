@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastload.base.threads import in_threads
@@ -30,12 +31,14 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         ManifestError: A file or the index is malformed, they contradict each other, or a file is missing.
         StorageError: Storage failed.
     """
-    weight_map = read_index(storage, BIN_INDEX_NAME) if BIN_INDEX_NAME in listing else {}
+    weight_map, digest = read_index(storage, BIN_INDEX_NAME) if BIN_INDEX_NAME in listing else ({}, "")
     names = sorted({*weight_map.values()}) or [BIN_NAME]
     stats = stat_all(storage, names)
     budget = MemoryBudget(storage.url)
     parts = in_threads(lambda name: _read(storage, name, stats[name], budget, exact=exact), names)
-    return _join(storage.url, parts, weight_map) if weight_map else parts[0]
+    if not weight_map:
+        return parts[0]
+    return replace(_join(storage.url, parts, weight_map), index_digest=digest)
 
 
 def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, exact: bool) -> Manifest:
