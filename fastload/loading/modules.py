@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 _EXTRA = "_extra_state"
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
+_FSDP1 = "torch.distributed.fsdp._state_dict_utils"
 _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
@@ -333,10 +334,19 @@ def _is_of_fsdp2(hook: Any) -> bool:
 def _is_opaque(module: nn.Module) -> bool:
     """Whether the effect of `load_state_dict` is unknown before the data are read."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
-        tensor is not None and is_lazy(tensor)
+        _is_of_fsdp1(part)
+        or any(
+            tensor is not None and is_lazy(tensor)
+            for tensor in (*part._parameters.values(), *part._buffers.values())
+        )
         for part in module.modules()
-        for tensor in (*part._parameters.values(), *part._buffers.values())
     )
+
+
+def _is_of_fsdp1(part: nn.Module) -> bool:
+    """Whether FSDP1 has sharded a part: its hooks gather the parameters, and shard what was loaded."""
+    hooks = (getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") == _FSDP1 for hook in hooks)
 
 
 def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, TensorSlot, bool]]:
