@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class Session:
         self.report: LoadReport | None = None
         self.has_failed = False
         self.is_closed = False
+        self._opened_in = os.getpid()
         self._prefetch: Prefetch | None = None  # until all ranks have read their shares
         self._held: tuple[HeldBytes, Holders] | None = None  # from then on
         self._deltas: dict[int, Session] = {}  # those of `Access.deltas` that are in use
@@ -78,8 +80,10 @@ class Session:
         """Requires that no load has failed, and notes a failure within.
 
         Raises:
-            WorldError: A load has failed, or the session is closed.
+            WorldError: A load has failed, or the session is closed, or the parent of this process opened it.
         """
+        if self._opened_in != os.getpid():
+            raise WorldError(f"{self.manifest.url}: the parent of this process has this checkpoint open")
         if self.has_failed:
             raise WorldError("an earlier load of this open checkpoint failed: open it again")
         if self.is_closed:
@@ -95,7 +99,7 @@ class Session:
 
     def leave(self, error: BaseException) -> None:
         """Tells the other ranks that this one takes part in no more loads."""
-        if not (self.has_failed or self.is_closed):
+        if not (self.has_failed or self.is_closed or self._opened_in != os.getpid()):
             self.opened.world.leave(error)
 
     def close(self) -> None:
