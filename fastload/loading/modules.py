@@ -143,7 +143,9 @@ def fit(
         stand_in: Returns the saved value of a name, with tensors that have no data.
         metadata: The metadata of the state dict, by name of the part.
     """
-    nothing_known = Fit({}, fresh=list(saved), derived=list(own))
+    nothing_known = Fit(
+        {}, fresh=list(saved), derived=list(own), errors=list(_wrong_state_dict_types(module))
+    )
     if _is_opaque(module):
         return nothing_known
     if any(map(_is_custom, module.modules())):
@@ -347,6 +349,17 @@ def _is_of_fsdp1(part: nn.Module) -> bool:
     """Whether FSDP1 has sharded a part: its hooks gather the parameters, and shard what was loaded."""
     hooks = (getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values())
     return any(getattr(hook, "__module__", "") == _FSDP1 for hook in hooks)
+
+
+def _wrong_state_dict_types(module: nn.Module) -> Iterator[str]:
+    """Yields why the parts that FSDP1 has sharded take no complete tensors."""
+    types = (getattr(part, "_state_dict_type", None) for part in module.modules() if _is_of_fsdp1(part))
+    kinds = {kind.name for kind in types if kind is not None} - {"FULL_STATE_DICT"}
+    for kind in sorted(kinds):
+        yield (
+            f"an FSDP1 module with StateDictType.{kind}, which takes no complete tensors: call "
+            "FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT) first"
+        )
 
 
 def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, TensorSlot, bool]]:

@@ -286,3 +286,7 @@ def test_modules_of_fsdp_1(rank: int, world: int, tmp_path: Path, use_orig_param
     other = build(4)
     fastload.load(tmp_path / "named", into=other, options=OPTIONS)
     assert_same_bits(other.state_dict(), wanted)
+    FullyShardedDataParallel.set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
+    with pytest.raises(fastload.MismatchError, match=r"FSDP1 .*SHARDED_STATE_DICT.*set_state") as late:
+        fastload.load(tmp_path / "nested", into={"model": other, "step": 0}, options=OPTIONS)
+    assert not late.value.is_partial
