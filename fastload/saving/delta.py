@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -159,6 +160,12 @@ def _share_chain(
             if call.options.base is not None:
                 raise
             why = f"its base cannot be read: {error}"
+        for place, _ in chain:
+            if _is_same_folder(place, call.location):
+                raise OptionError(
+                    f"base={base}: {place} and {call.location} are the same directory, whose contents the "
+                    "delta would replace: save to another path"
+                )
         places = [call.location, *(place for place, _ in chain)]
         folders = [place.sibling("_").url for place in places]
         if len({folder for before, folder in pairwise(folders) if folder != before}) > 1:
@@ -172,6 +179,14 @@ def _share_chain(
 
     head, *manifests = split_parts(call.world.share(f"{call.what}: reading its base", 0, read))
     return json.loads(head), list(map(Manifest.from_bytes, manifests))
+
+
+def _is_same_folder(one: Location, other: Location) -> bool:
+    """Whether two paths lead to the same directory, by whatever links and mounts."""
+    try:
+        return not (one.scheme or other.scheme) and os.path.samefile(one, other)
+    except OSError:  # there is none
+        return False
 
 
 def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
