@@ -48,7 +48,7 @@ from fastload.formats.safetensors.header import LENGTH_BYTES
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.saving.agree import SaveAgreement
-from fastload.saving.call import SaveCall, base_name
+from fastload.saving.call import SaveCall, base_name, locate_base
 from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
@@ -57,7 +57,7 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
-from fastload.storage import Location, PatientStorage, locate
+from fastload.storage import Location, PatientStorage
 
 _log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -193,7 +193,7 @@ def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
     """Returns where the base and its bases are, as this rank names them."""
     first, *others = head["names"]
     given, bases = call.options.base, call.options.bases
-    found = [call.location.sibling(first) if given is None else locate(given)]
+    found = [call.location.sibling(first) if given is None else locate_base(given)]
     for name, is_near in zip(others, head["near"], strict=True):
         found.append(location_of_base(name, found[-1], None if is_near else bases))
     return found

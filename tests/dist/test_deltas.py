@@ -479,8 +479,23 @@ def test_a_delta_does_not_replace_its_base_by_another_name(rank: int, world: int
             save(third, tmp_path / path, base=f"{tmp_path}/{base}", overwrite=True)
         assert_same_bits(fastload.load(tmp_path / "0", options=LOAD), first)
         assert_same_bits(fastload.load(tmp_path / "1", options=LOAD), second)
+    # A link may lead elsewhere later, so a delta has the name of its target, if that is next to it.
     save(third, tmp_path / "2", base=tmp_path / "latest")
+    if rank == 0:
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to("1")
+    dist.barrier()
+    delta = fastload.inspect(tmp_path / "2").delta
+    assert delta is not None
+    assert delta.base == "0"
     assert_same_bits(fastload.load(tmp_path / "2", options=LOAD), third)
+    if rank == 0:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "base").symlink_to("../0")
+    dist.barrier()
+    save(third, tmp_path / "elsewhere" / "3", base=tmp_path / "elsewhere" / "base")
+    assert (tmp_path / "elsewhere" / "3" / "delta.safetensors").exists()
+    assert_same_bits(fastload.load(tmp_path / "elsewhere" / "3", options=LOAD), third)
 
 
 @ranks(2)
