@@ -15,7 +15,7 @@ from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
-from fastload.errors import FastloadError, WorldError
+from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.match import Match, Request
@@ -285,7 +285,14 @@ class Session:
         passes, broken = [job], set[int]()
 
         def work() -> dict[str, Any]:
-            move()
+            try:
+                move()
+            except Interrupted as error:
+                if self.is_closed:  # perhaps no other rank has failed
+                    raise WorldError(
+                        f"{self.manifest.url}: this checkpoint was closed during a load"
+                    ) from error
+                raise
             return {
                 "report": Each(_report_rank(passes).pack()),
                 "unread_from": passes[-1].pipeline.unread_from,
