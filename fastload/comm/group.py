@@ -25,13 +25,27 @@ Options = TypeVar("Options", LoadOptions, SaveOptions, StageOptions)
 
 _LEAVING_S = 10.0  # for which an interrupted rank waits for the store to notify the others
 
+_DESTROYED = "the process group was destroyed (torch.distributed.destroy_process_group)"
+
 separate_groups: WeakSet[Any] = WeakSet()
 """Default groups that met in a namespace that no other incarnation uses."""
 
 
+_inherited: list[Any] = []  # the default group of the parent, in a forked child
+
+
 def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
-    """Returns the ranks of a group in the default group; None without a group."""
-    return None if group is None else dist.get_process_group_ranks(group)
+    """Returns the ranks of a group in the default group; None without a group.
+
+    Raises:
+        WorldError: The group was destroyed meanwhile.
+    """
+    if group is None:
+        return None
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        raise WorldError(f"{_DESTROYED}: open the checkpoint again, with a group that exists") from None
 
 
 def backend_of(group: Any, device_type: str) -> str:
@@ -220,6 +234,23 @@ def _as_group(process_group: Any) -> dist.ProcessGroup | None:
                 f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
             )
         group = group.get_group()
-    if dist.get_rank(group) < 0:
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise WorldError(f"process_group= is no group of this process, or was destroyed: {error}") from None
+    if rank < 0:
         raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")
+    if dist.group.WORLD in _inherited and dist.get_world_size(group) > 1:
+        raise WorldError(
+            f"this process was forked by rank {rank}, whose process group only the parent can use: call "
+            "fastload in the parent, or start this process with the method spawn or forkserver"
+        )
     return group  # type: ignore[no-any-return]
+
+
+def _note_inherited() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _inherited[:] = [dist.group.WORLD]
+
+
+os.register_at_fork(after_in_child=_note_inherited)

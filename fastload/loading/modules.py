@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 _EXTRA = "_extra_state"
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
+_FSDP1 = "torch.distributed.fsdp._state_dict_utils"
 _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
@@ -142,7 +143,9 @@ def fit(
         stand_in: Returns the saved value of a name, with tensors that have no data.
         metadata: The metadata of the state dict, by name of the part.
     """
-    nothing_known = Fit({}, fresh=list(saved), derived=list(own))
+    nothing_known = Fit(
+        {}, fresh=list(saved), derived=list(own), errors=list(_wrong_state_dict_types(module))
+    )
     if _is_opaque(module):
         return nothing_known
     if any(map(_is_custom, module.modules())):
@@ -333,10 +336,30 @@ def _is_of_fsdp2(hook: Any) -> bool:
 def _is_opaque(module: nn.Module) -> bool:
     """Whether the effect of `load_state_dict` is unknown before the data are read."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
-        tensor is not None and is_lazy(tensor)
+        _is_of_fsdp1(part)
+        or any(
+            tensor is not None and is_lazy(tensor)
+            for tensor in (*part._parameters.values(), *part._buffers.values())
+        )
         for part in module.modules()
-        for tensor in (*part._parameters.values(), *part._buffers.values())
     )
+
+
+def _is_of_fsdp1(part: nn.Module) -> bool:
+    """Whether FSDP1 has sharded a part: its hooks gather the parameters, and shard what was loaded."""
+    hooks = (getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") == _FSDP1 for hook in hooks)
+
+
+def _wrong_state_dict_types(module: nn.Module) -> Iterator[str]:
+    """Yields why the parts that FSDP1 has sharded take no complete tensors."""
+    types = (getattr(part, "_state_dict_type", None) for part in module.modules() if _is_of_fsdp1(part))
+    kinds = {kind.name for kind in types if kind is not None} - {"FULL_STATE_DICT"}
+    for kind in sorted(kinds):
+        yield (
+            f"an FSDP1 module with StateDictType.{kind}, which takes no complete tensors: call "
+            "FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT) first"
+        )
 
 
 def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, TensorSlot, bool]]:

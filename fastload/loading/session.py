@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
-from fastload.errors import FastloadError, WorldError
+from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.match import Match, Request
@@ -64,6 +65,7 @@ class Session:
         self.report: LoadReport | None = None
         self.has_failed = False
         self.is_closed = False
+        self._opened_in = os.getpid()
         self._prefetch: Prefetch | None = None  # until all ranks have read their shares
         self._held: tuple[HeldBytes, Holders] | None = None  # from then on
         self._deltas: dict[int, Session] = {}  # those of `Access.deltas` that are in use
@@ -78,8 +80,10 @@ class Session:
         """Requires that no load has failed, and notes a failure within.
 
         Raises:
-            WorldError: A load has failed, or the session is closed.
+            WorldError: A load has failed, or the session is closed, or the parent of this process opened it.
         """
+        if self._opened_in != os.getpid():
+            raise WorldError(f"{self.manifest.url}: the parent of this process has this checkpoint open")
         if self.has_failed:
             raise WorldError("an earlier load of this open checkpoint failed: open it again")
         if self.is_closed:
@@ -95,7 +99,7 @@ class Session:
 
     def leave(self, error: BaseException) -> None:
         """Tells the other ranks that this one takes part in no more loads."""
-        if not (self.has_failed or self.is_closed):
+        if not (self.has_failed or self.is_closed or self._opened_in != os.getpid()):
             self.opened.world.leave(error)
 
     def close(self) -> None:
@@ -281,7 +285,14 @@ class Session:
         passes, broken = [job], set[int]()
 
         def work() -> dict[str, Any]:
-            move()
+            try:
+                move()
+            except Interrupted as error:
+                if self.is_closed:  # perhaps no other rank has failed
+                    raise WorldError(
+                        f"{self.manifest.url}: this checkpoint was closed during a load"
+                    ) from error
+                raise
             return {
                 "report": Each(_report_rank(passes).pack()),
                 "unread_from": passes[-1].pipeline.unread_from,

@@ -30,6 +30,8 @@ from fastload.storage import (
 )
 from fastload.storage.base import Names
 
+_MAX_LINKS = 40  # as the kernel follows
+
 
 @dataclass(frozen=True)
 class SaveCall:
@@ -131,7 +133,7 @@ def make_call(
     what = f"saving to {name_of(path)}"
     world, chosen, (location, texts) = meet(process_group, what, options, SaveOptions, ready)
     if find_base is None and chosen.base is not None:
-        find_base = partial(locate, chosen.base)
+        find_base = partial(locate_base, chosen.base)
     return SaveCall(
         world,
         location,
@@ -147,6 +149,23 @@ def make_call(
         find_base=find_base,
         stem=stem,
     )
+
+
+def locate_base(path: str | os.PathLike[str]) -> Location:
+    """Returns the location of a base; of a link to a directory next to it, such as ``latest``, its target.
+
+    The link may lead elsewhere by the time of a load.
+    """
+    found = locate(path)
+    for _ in range(_MAX_LINKS):
+        folder, _, name = found.address.rstrip("/").rpartition("/")
+        if found.scheme or not os.path.islink(f"{folder}/{name}"):
+            break
+        target = os.path.join(folder, os.readlink(f"{folder}/{name}"))
+        if os.path.dirname(target.rstrip("/")) != folder:
+            break
+        found = locate(target)
+    return found
 
 
 def base_name(base: Location, location: Location) -> str:

@@ -7,6 +7,8 @@ find are one-dimensional tensors, of which each rank has parts: the rest is a sh
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ from torch import Tensor
 from fastload.base.memory import host_bytes
 from fastload.base.threads import Workers, one_torch_thread
 from fastload.comm.world import join_parts, split_parts
-from fastload.errors import CheckpointError, OptionError, StorageError
+from fastload.errors import CheckpointError, FastloadError, OptionError, StorageError
 from fastload.formats.delta import (
     COUNTS,
     INDICES,
@@ -47,7 +49,7 @@ from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.agree import SaveAgreement
-from fastload.saving.call import SaveCall, base_name
+from fastload.saving.call import SaveCall, base_name, locate_base
 from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
@@ -56,8 +58,9 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
-from fastload.storage import Location, PatientStorage, locate
+from fastload.storage import Location, PatientStorage
 
+_log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
 
 
@@ -125,11 +128,16 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
     try:
         chain = list(zip(reversed(manifests), reversed(storages), strict=True))
         base = Base(head["names"][0], *layered(chain))
-        if len(plan.leaders) > 1:
-            _require_same_copy(call, storages[0], base)
-        if reason := _why_complete(call, base, plan.state.layout):
-            return replace(complete, why_complete=reason)
-        found = _find(call, plan, snapshot, base)
+        problem = _find_other_copy(call, storages[0], base) if len(plan.leaders) > 1 else ""
+        if not problem:
+            if reason := _why_complete(call, base, plan.state.layout):
+                return replace(complete, why_complete=reason)
+            found, problem = _find(call, plan, snapshot, base)
+        if problem:
+            why = f"its base cannot be read: {problem}"
+            if call.world.rank == 0:
+                _log.warning("%s: %s; a complete checkpoint is written", call.what, why)
+            return replace(complete, why_complete=why)
         return _plan(call, plan, agreed, base, found)
     finally:
         for storage in storages:
@@ -153,6 +161,12 @@ def _share_chain(
             if call.options.base is not None:
                 raise
             why = f"its base cannot be read: {error}"
+        for place, _ in chain:
+            if _is_same_folder(place, call.location):
+                raise OptionError(
+                    f"base={base}: {place} and {call.location} are the same directory, whose contents the "
+                    "delta would replace: save to another path"
+                )
         places = [call.location, *(place for place, _ in chain)]
         folders = [place.sibling("_").url for place in places]
         if len({folder for before, folder in pairwise(folders) if folder != before}) > 1:
@@ -168,24 +182,52 @@ def _share_chain(
     return json.loads(head), list(map(Manifest.from_bytes, manifests))
 
 
+def _is_same_folder(one: Location, other: Location) -> bool:
+    """Whether two paths lead to the same directory, by whatever links and mounts."""
+    try:
+        return not (one.scheme or other.scheme) and os.path.samefile(one, other)
+    except OSError:  # there is none
+        return False
+
+
 def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
     """Returns where the base and its bases are, as this rank names them."""
     first, *others = head["names"]
     given, bases = call.options.base, call.options.bases
-    found = [call.location.sibling(first) if given is None else locate(given)]
+    found = [call.location.sibling(first) if given is None else locate_base(given)]
     for name, is_near in zip(others, head["near"], strict=True):
         found.append(location_of_base(name, found[-1], None if is_near else bases))
     return found
 
 
-def _require_same_copy(call: SaveCall, storage: PatientStorage, base: Base) -> None:
-    """Requires that each host has a copy of the base."""
+def _find_other_copy(call: SaveCall, storage: PatientStorage, base: Base) -> str:
+    """Returns why a host has no copy of the base; empty if each has one.
 
-    def compare() -> None:
-        if record_digest(storage) != base.manifest.record_digest:
-            raise StorageError("not the same checkpoint as on rank 0", url=f"{storage.url}/{RECORD_NAME}")
+    Raises:
+        PeerError: A host has none of the base that the user chose.
+    """
 
-    call.world.agree(f"{call.what}: comparing copies of its base", compare)
+    def compare() -> str:
+        if record_digest(storage) == base.manifest.record_digest:
+            return ""
+        return _problem_of_base(
+            call,
+            StorageError("not the same checkpoint as on rank 0", url=f"{storage.url}/{RECORD_NAME}"),
+        )
+
+    return _first_problem(call.world.agree(f"{call.what}: comparing copies of its base", compare))
+
+
+def _problem_of_base(call: SaveCall, error: FastloadError) -> str:
+    """Returns why a base cannot be read; raises if it is the user's choice."""
+    if call.options.base is not None:
+        raise error
+    return str(error)
+
+
+def _first_problem(problems: Sequence[str]) -> str:
+    """Returns the first problem of some rank; empty without any."""
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
 
 
 def _why_complete(call: SaveCall, base: Base, layout: Layout) -> str:
@@ -220,8 +262,15 @@ class _FoundBlocks(NamedTuple):
     changes: PieceChanges | None
 
 
-def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base) -> dict[int, _FoundBlocks]:
-    """Returns the blocks of this rank's share by the first number, once all ranks have compared theirs."""
+def _find(
+    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base
+) -> tuple[dict[int, _FoundBlocks], str]:
+    """Compares with the base on all ranks.
+
+    Returns:
+        The blocks of this rank's share by the first number, and why some rank cannot read the base, if so.
+        The memory of the snapshot is released if all ranks can.
+    """
     world = call.world
     wire = None
     if plan.depths.exchanges:
@@ -229,8 +278,9 @@ def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base)
         wire, _ = connect(world, what, plan.messages.partners, lambda: None, sends=sends)
     assembler = PartAssembler(world, plan, snapshot, wire)
     comparer = _Comparer(call, plan, base)
+    problem = ""
 
-    def work() -> None:
+    def work() -> str:
         if snapshot is not None:
             snapshot.await_copies()
         assembler.open()
@@ -238,14 +288,15 @@ def _find(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base)
         assembler.finish()
         if snapshot is not None:
             snapshot.require_unchanged()
+        return comparer.problem
 
     try:
-        world.settle(f"{call.what}: comparing with {base.manifest.url}", work)
+        problem = _first_problem(world.settle(f"{call.what}: comparing with {base.manifest.url}", work))
     finally:
         assembler.close()
-        if comparer.close() and snapshot is not None:
+        if comparer.close() and snapshot is not None and not problem:
             snapshot.release()
-    return comparer.found
+    return comparer.found, problem
 
 
 def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
@@ -272,10 +323,13 @@ class _Comparer:
 
     Attributes:
         found: The blocks by the first number.
+        problem: Why the base cannot be read, unless it is the user's choice; nothing is compared after that.
     """
 
     def __init__(self, call: SaveCall, plan: SavePlan, base: Base) -> None:
         self.found: dict[int, _FoundBlocks] = {}
+        self.problem = ""
+        self._call = call
         self._world = call.world
         self._layout = plan.state.layout
         self._base = base
@@ -330,6 +384,8 @@ class _Comparer:
 
     def _compare(self, runs: Sequence[_Run]) -> None:
         """Compares adjacent blocks of a file."""
+        if self.problem:
+            return
         first, last = runs[0].blocks[0], runs[-1].blocks[-1]
         nbytes = last.end - first.offset
         try:
@@ -340,7 +396,11 @@ class _Comparer:
             buffer = bytearray(nbytes)
         name = self._layout.files[first.file].name
         into = memoryview(buffer)[:nbytes]
-        self._base.storage.read_into(name, first.offset, [into], self._versions[name])
+        try:
+            self._base.storage.read_into(name, first.offset, [into], self._versions[name])
+        except (CheckpointError, StorageError) as error:
+            self.problem = _problem_of_base(self._call, error)
+            return
         with one_torch_thread():
             for run in runs:
                 begin = run.blocks[0].offset - first.offset

@@ -168,12 +168,21 @@ class JobFolder:
         self._own, self._folder, self._job = -1, -1, -1
         try:
             with os_errors(self.path):
-                self._own = _open_own(memory, make=True)
+                self._own = self._open_parent()
                 while self._job < 0:
                     self._open(root)
         except BaseException:
             self.close()
             raise
+
+    def _open_parent(self) -> int:
+        try:
+            return _open_own(self.memory, make=True)
+        except FileNotFoundError:
+            raise StorageError(
+                "there is no such directory on this host: make it on each host, or pass memory='auto'",
+                url=self.memory,
+            ) from None
 
     def _open(self, root: str) -> None:
         """Creates or joins the folder; leaves it unopened if another process just removed it."""

@@ -36,12 +36,26 @@ class Listing:
         recorded: The checkpoints with a commit record, complete or not.
         links: Steps whose names are symbolic links.
         unsupported: Step → why this fastload cannot read it.
+        records: Recorded point → its commit record.
     """
 
     complete: tuple[Point, ...]
     recorded: tuple[Point, ...]
     links: frozenset[int]
     unsupported: Mapping[int, str]
+    records: Mapping[Point, RecordSeen]
+
+
+class RecordSeen(NamedTuple):
+    """A commit record, as it was listed. A checkpoint that is saved again at its point has another one.
+
+    Attributes:
+        digest: Its digest; empty if it is damaged.
+        saved_s: Its time, in seconds since 1970.
+    """
+
+    digest: str
+    saved_s: float
 
 
 class History:
@@ -76,7 +90,7 @@ class History:
             FastloadError: A rank could not list storage.
         """
 
-        def look() -> list[tuple[int, int, str, bool, str]]:
+        def look() -> list[tuple[int, int, str, bool, str, str, float]]:
             entries = self._catalog.entries() if self._lists else []
             self._warn_of(entries)
             return [
@@ -86,6 +100,8 @@ class History:
                     one.state,
                     one.is_link,
                     one.problem * (one.state == _UNSUPPORTED),
+                    one.summary.digest if one.summary is not None else "",
+                    one.saved_s,
                 )
                 for one in entries
             ]
@@ -96,8 +112,14 @@ class History:
         listing = Listing(
             complete=_points((branch, step) for branch, step, state, *_ in found if state == "complete"),
             recorded=_points((branch, step) for branch, step, state, *_ in found if state in _RECORDED),
-            links=frozenset(step for _, step, _, is_link, _ in found if is_link),
-            unsupported={step: problem for _, step, state, _, problem in found if state == _UNSUPPORTED},
+            links=frozenset(step for _, step, _, is_link, *_ in found if is_link),
+            unsupported={step: problem for _, step, state, _, problem, *_ in found if state == _UNSUPPORTED},
+            records={
+                Point(branch, step): RecordSeen(digest, saved_s)
+                for wanted in ("damaged", "complete")  # that of the first host where it is complete counts
+                for branch, step, state, _, _, digest, saved_s in reversed(found)
+                if state == wanted
+            },
         )
         self._newest = max(listing.recorded, default=None)
         if self._in_memory is not None:

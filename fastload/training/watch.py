@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, locate, name_of
 from fastload.training.catalog import Catalog, metrics_of
-from fastload.training.history import History, Listing
+from fastload.training.history import History, Listing, RecordSeen
 from fastload.training.retention import Point
 
 __all__ = ["Version", "Watch", "watch"]
@@ -184,6 +184,20 @@ class Version:
         return f"Version(step={self.step}, path={self.path!r})"
 
 
+class _Reading(NamedTuple):
+    """A version that is being read.
+
+    Attributes:
+        point: Its position in the history of the run.
+        record: Its commit record, as it was listed.
+        checkpoint: It.
+    """
+
+    point: Point
+    record: RecordSeen
+    checkpoint: Checkpoint
+
+
 class Watch:
     """An iterator over the versions below a root. Made by `fastload.watch`; use it as a context manager.
 
@@ -191,7 +205,8 @@ class Watch:
     read and verify their shares of it into host memory (see `fastload.prefetch`).
 
     - A version that is deleted while it is read is left out.
-    - A version that proves to be damaged is left out, with a warning.
+    - A version that proves to be damaged is left out, with a warning, until it is saved again.
+    - A version that is saved again with another state comes again.
     - A version that a newer fastload saved is an error, `UnsupportedVersion`.
     - After any other error, such as one of storage, the next call tries again.
 
@@ -208,8 +223,9 @@ class Watch:
         self._is_first = is_first
         self._next_listing_s = 0.0  # of `time.monotonic`
         self._last: Point | None = None  # of the versions that were given out
-        self._damaged: set[Point] = set()
-        self._reading: tuple[Point, Checkpoint] | None = None
+        self._last_digest = ""
+        self._damaged: dict[Point, RecordSeen] = {}
+        self._reading: _Reading | None = None
         self._given: Checkpoint | None = None
         self._is_closed = False
 
@@ -251,7 +267,7 @@ class Watch:
             if self._agree(lambda: time.monotonic() >= self._next_listing_s)[0]:
                 self._begin()
             return None
-        checkpoint = self._reading[1]
+        checkpoint = self._reading.checkpoint
         if not all(self._agree(lambda: checkpoint.is_prefetched)):
             return None
         return self._finish()
@@ -269,7 +285,7 @@ class Watch:
         self._is_closed = True
         given, self._given = self._given, None
         reading, self._reading = self._reading, None
-        for checkpoint in (given, reading[1] if reading is not None else None):
+        for checkpoint in (given, reading.checkpoint if reading is not None else None):
             if checkpoint is not None:
                 checkpoint.__exit__(kind, error, trace)
 
@@ -307,16 +323,18 @@ class Watch:
         Raises:
             FastloadError: As for `__next__`.
         """
-        point = self._choose(self._look())
+        listing = self._look()
+        point = self._choose(listing)
         if point is None:
             return
+        record = listing.records[point]
         try:
             checkpoint = api.prefetch(os.fspath(self._catalog.path(point.step)), **self._terms.arguments)
         except FastloadError as error:
-            if not self._is_left_out(point, error):
+            if not self._is_left_out(point, record, error):
                 raise
         else:
-            self._reading = point, checkpoint
+            self._reading = _Reading(point, record, checkpoint)
 
     def _finish(self) -> Version | None:
         """Waits until the ranks have read the version; returns None if there is none, or if it is left out.
@@ -326,15 +344,17 @@ class Watch:
         """
         if self._reading is None:
             return None
-        (point, checkpoint), self._reading = self._reading, None
+        (point, record, checkpoint), self._reading = self._reading, None
         try:
             checkpoint.wait()
         except BaseException as error:
             checkpoint.close()
-            if not (isinstance(error, FastloadError) and self._is_left_out(point, error)):
+            if not (isinstance(error, FastloadError) and self._is_left_out(point, record, error)):
                 raise
             return None
-        before, self._last, self._given = self._last, point, checkpoint
+        before = self._last, self._last_digest
+        self._last, self._last_digest = point, record.digest
+        self._given = checkpoint
 
         def ended(error: BaseException | None) -> None:
             if error is None:
@@ -344,7 +364,7 @@ class Watch:
             if is_partial:
                 self.version = None
             if is_partial or isinstance(error, StorageError | WorldError):
-                self._last = before
+                self._last, self._last_digest = before
 
         return Version(point.step, self._catalog.path(point.step).given, checkpoint, ended)
 
@@ -359,6 +379,8 @@ class Watch:
                 (point for point in listing.recorded if point.step == self._terms.after),
                 default=Point(0, self._terms.after),
             )
+            if self._last in listing.records:
+                self._last_digest = listing.records[self._last].digest
         last = self._last
         self._catalog.require_supported(
             {step: why for step, why in listing.unsupported.items() if last is None or step > last.step}
@@ -366,11 +388,16 @@ class Watch:
         new = [
             point
             for point in listing.complete
-            if (last is None or point > last) and point not in self._damaged
+            if (last is None or point > last or self._is_replaced(point, listing))
+            and self._damaged.get(point) != listing.records[point]
         ]
         return (max if self._terms.newest_only else min)(new, default=None)
 
-    def _is_left_out(self, point: Point, error: FastloadError) -> bool:
+    def _is_replaced(self, point: Point, listing: Listing) -> bool:
+        """Whether the last version was saved again, with another state."""
+        return point == self._last and listing.records[point].digest != self._last_digest
+
+    def _is_left_out(self, point: Point, record: RecordSeen, error: FastloadError) -> bool:
         """Whether a version that cannot be read was deleted meanwhile, or is damaged."""
         if not may_be_gone(error):
             return False
@@ -380,7 +407,7 @@ class Watch:
             return True
         if not proves_damage(error):
             return False
-        self._damaged.add(point)
+        self._damaged[point] = record
         if self._is_first:
             _log.warning("%s is damaged; left out: %s", path, error)
         return True

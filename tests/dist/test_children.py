@@ -13,8 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import fastload
 from fastload import CheckpointManager
+from fastload.errors import FastloadError, WorldError
 from tests.dist.harness import ranks
 
 # Forks of processes with threads are risky, newer Pythons say so, and trainings have them all the same.
@@ -132,6 +136,55 @@ def test_whatever_the_order_of_closing_the_default_action_comes_back(
 
     for life in (in_order, with_others_between, closed_elsewhere, opened_elsewhere):
         assert end_of(lambda life=life: (life(), wait_long())) == -signal.SIGTERM, life.__name__  # type: ignore[misc]
+
+
+@ranks(2, deadline_s=90)
+def test_children_do_not_speak_for_their_parent(rank: int, world: int, tmp_path: Path) -> None:
+    """Not at all: what they would say to the other ranks in its place, these would believe."""
+    options = fastload.LoadOptions(timeout_s=20)
+    state = {"a": torch.arange(1000)}
+    fastload.save(state, tmp_path / "a")
+    checkpoint = fastload.prefetch(tmp_path / "a", options=options)
+    refused: list[tuple[Callable[[], object], str]] = [
+        (checkpoint.load, "a: the parent of this process has this checkpoint open"),
+        (lambda: next(iter(checkpoint.tensors())), "has this checkpoint open"),
+        (
+            lambda: fastload.load(tmp_path / "a"),
+            f"forked by rank {rank}, whose process group",
+        ),
+        (lambda: fastload.save(state, tmp_path / "b"), "start this process with the method spawn"),
+        (lambda: CheckpointManager(tmp_path / "run"), "whose process group only the parent can use"),
+    ]
+
+    def child() -> None:
+        for call, text in refused:
+            with pytest.raises(WorldError, match=text):
+                call()
+        checkpoint.close()
+        with pytest.raises(ZeroDivisionError), checkpoint:
+            raise ZeroDivisionError
+
+    began = time.monotonic()
+    assert end_of(child) == 0
+    assert time.monotonic() - began < 10
+    assert checkpoint.load()["a"].equal(state["a"])
+    checkpoint.close()
+    assert fastload.load(tmp_path / "a", options=options)["a"].equal(state["a"])
+    assert not (tmp_path / "b").exists()
+
+
+@ranks(2)
+def test_a_group_that_was_destroyed_is_named(rank: int, world: int, tmp_path: Path) -> None:
+    fastload.save({"a": torch.arange(10)}, tmp_path / "a")
+    group = dist.new_group([0, 1])
+    checkpoint = fastload.open(tmp_path / "a", process_group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(FastloadError, match=r"the process group was destroyed .*open the checkpoint again"):
+        checkpoint.load()
+    checkpoint.close()
+    with pytest.raises(WorldError, match="no group of this process, or was destroyed"):
+        fastload.load(tmp_path / "a", process_group=group)
 
 
 _PROGRAM = """

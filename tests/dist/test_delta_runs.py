@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import random
 import shutil
 from dataclasses import replace
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fastload
 from fastload import CheckpointManager, SaveOptions
@@ -24,10 +27,13 @@ from fastload.errors import OptionError
 from fastload.options import Patience
 from fastload.training.catalog import Catalog
 from fastload.training.retention import Retention
-from tests.checkpoints import assert_same_bits
+from tests.checkpoints import assert_same_bits, rot
 from tests.dist import test_memory_tier
 from tests.dist.harness import ranks
 from tests.dist.test_deltas import LOAD, changed, step, weights
+from tests.dist.test_readers import own_disk
+from tests.dist.test_readers import pytestmark as needs_mounts
+from tests.dist.test_sharded import placed
 
 OPTIONS = SaveOptions(timeout_s=20, writers="all", block_bytes=4096, max_chain=3)
 
@@ -90,6 +96,61 @@ def test_a_run_of_deltas(rank: int, world: int, tmp_path: Path, how: dict[str, A
         assert found["delta"]["base"] == "step_00000005"
         assert {row["name"] for row in found["tensors"]} == set(again)
         assert "a delta of step_00000005; 1 delta since the last complete checkpoint" in run("inspect", path)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("how", [{}, {"async_": False}], ids=str)
+@ranks(2)
+def test_a_damaged_base_does_not_end_a_run(
+    rank: int, world: int, tmp_path: Path, how: dict[str, Any], sharded: bool
+) -> None:
+    """A listing does not show the damage; the next checkpoint is complete, the ones after it are deltas."""
+    mesh = init_device_mesh("cpu", (world,))
+    reports, warnings = list[fastload.SaveReport](), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    chosen = replace(OPTIONS, on_report=reports.append, max_chain=9)
+    states = [weights()]
+    with manage(tmp_path, options=chosen, **how) as manager:
+        for number in range(1, 7):
+            states.append(step(states[-1], number))
+            state = dict(states[-1])
+            if sharded:
+                state["wide"] = placed(state["wide"], mesh, [Shard(1)])
+            manager.save(number, state)
+            manager.wait()
+            if number == 3:
+                dist.barrier()
+                if rank == 0:
+                    rot(tmp_path / "step_00000003/delta.safetensors", -300)
+                dist.barrier()
+        assert [is_delta(path) for path in sorted(tmp_path.glob("step_*"))] == [
+            False, True, True, False, True, True,
+        ]  # fmt: skip
+        assert "its base cannot be read: rank" in reports[3].why_complete
+        assert "step_00000003/delta.safetensors: block" in reports[3].why_complete
+        assert len([text for text in warnings if "a complete checkpoint is written" in text]) == (rank == 0)
+        for number in (2, 4, 5, 6):
+            assert_same_bits(manager.restore(step=number), states[number])
+
+
+@needs_mounts
+@ranks(2)
+def test_a_host_without_the_base_gets_a_complete_checkpoint(rank: int, world: int, tmp_path: Path) -> None:
+    root = own_disk(tmp_path, rank)
+    chosen = replace(OPTIONS, shared=False)
+    states = [weights()]
+    for number in range(1, 4):
+        states.append(step(states[-1], number))
+        with manage(root, options=chosen) as manager:
+            manager.save(number, states[-1])
+        if rank == 1 and number == 1:
+            shutil.rmtree(root / "step_00000001")
+        dist.barrier()
+    assert [is_delta(path) for path in sorted(root.glob("step_*"))] == [False] * (2 - rank) + [True]
+    loaded = fastload.load(root / "step_00000003", options=LOAD)
+    assert_same_bits(loaded, states[3])
 
 
 @ranks(2)

@@ -26,6 +26,7 @@ from fastload.errors import (
     CheckpointExists,
     CheckpointNotFound,
     ChecksumError,
+    FastloadError,
     IncompleteCheckpoint,
     ManifestError,
     OptionError,
@@ -454,6 +455,47 @@ def test_bases_that_cannot_be_used(rank: int, world: int, tmp_path: Path) -> Non
     for value in ("", 3):
         with pytest.raises(OptionError, match="base="):
             fastload.SaveOptions(base=value)  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_a_delta_does_not_replace_its_base_by_another_name(rank: int, world: int, tmp_path: Path) -> None:
+    first, second, third = weights(), step(weights(), 1), step(weights(), 2)
+    if rank == 0:
+        (tmp_path / "x").mkdir()
+        (tmp_path / "linked").symlink_to(tmp_path)
+        (tmp_path / "latest").symlink_to("0")
+    dist.barrier()
+    fastload.save(first, tmp_path / "0", options=options())
+    save(second, tmp_path / "1", base=tmp_path / "0")
+    for path, base in (
+        ("0", "x/../0"),
+        ("0", "linked/0"),
+        ("0", "latest"),
+        ("latest", "0"),
+        ("linked/0", "1"),
+        ("latest", "1"),
+    ):
+        with pytest.raises(FastloadError, match="same directory, whose contents the delta would replace"):
+            save(third, tmp_path / path, base=f"{tmp_path}/{base}", overwrite=True)
+        assert_same_bits(fastload.load(tmp_path / "0", options=LOAD), first)
+        assert_same_bits(fastload.load(tmp_path / "1", options=LOAD), second)
+    # A link may lead elsewhere later, so a delta has the name of its target, if that is next to it.
+    save(third, tmp_path / "2", base=tmp_path / "latest")
+    if rank == 0:
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to("1")
+    dist.barrier()
+    delta = fastload.inspect(tmp_path / "2").delta
+    assert delta is not None
+    assert delta.base == "0"
+    assert_same_bits(fastload.load(tmp_path / "2", options=LOAD), third)
+    if rank == 0:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "base").symlink_to("../0")
+    dist.barrier()
+    save(third, tmp_path / "elsewhere" / "3", base=tmp_path / "elsewhere" / "base")
+    assert (tmp_path / "elsewhere" / "3" / "delta.safetensors").exists()
+    assert_same_bits(fastload.load(tmp_path / "elsewhere" / "3", options=LOAD), third)
 
 
 @ranks(2)

@@ -663,3 +663,26 @@ def test_one_process_needs_no_torch_distributed_set_up(path: Path) -> None:
     )  # fmt: skip
     assert done.stdout.split() == [state_digest(load_reference(path)), "False"], done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("closing", [(0,), (0, 1)], ids=str)
+@ranks(2)
+def test_a_checkpoint_that_is_closed_during_a_load(
+    rank: int, world: int, tmp_path: Path, closing: tuple[int, ...]
+) -> None:
+    """By another thread, or a callback: no rank has failed, and the error does not say so."""
+    fastload.save({f"t{number}": torch.zeros(100_000) for number in range(5)}, tmp_path / "a")
+    opened: list[fastload.Checkpoint] = []
+
+    def progress(done: int, wanted: int) -> None:
+        if rank in closing:
+            opened[0].close()
+
+    options = fastload.LoadOptions(
+        timeout_s=20, chunk_bytes=1 << 16, staging_bytes=1 << 20, progress=progress
+    )
+    opened.append(fastload.open(tmp_path / "a", options=options))
+    with pytest.raises(fastload.WorldError) as raised:
+        opened[0].load()
+    assert "closed during a load" in str(raised.value), raised.value
+    fastload.load(tmp_path / "a")

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastload
@@ -251,3 +252,41 @@ def test_what_fsdp_1_saved_with_dcp(rank: int, world: int, tmp_path: Path) -> No
     assert moments.shape == (13, 7)
     assert moments.count_nonzero()
     dist.barrier()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@ranks(2)
+def test_modules_of_fsdp_1(rank: int, world: int, tmp_path: Path, use_orig_params: bool) -> None:
+    """Their own `load_state_dict` gets complete tensors; it can be called again afterwards."""
+    warnings.simplefilter("ignore")  # of what torch deprecates
+
+    def build(seed: int) -> FullyShardedDataParallel:
+        torch.manual_seed(seed)
+        layers = nn.Sequential(nn.Linear(7, 13), nn.Sequential(nn.Linear(13, 3), nn.LayerNorm(3)))
+        return FullyShardedDataParallel(
+            layers,
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            device_id=torch.device("cpu"),
+        )
+
+    model, other = build(1), build(2)
+    wanted = model.state_dict()
+    fastload.save({"model": model, "step": 3}, tmp_path / "nested")
+    fastload.save(wanted, tmp_path / "named")
+    assert_same_bits(fastload.load(tmp_path / "nested", options=OPTIONS)["model"], wanted)
+    fastload.load(tmp_path / "nested", into={"model": other, "step": 0}, options=OPTIONS)
+    assert_same_bits(other.state_dict(), wanted)
+    other = build(3)
+    fastload.load(tmp_path / "named", into=other, options=OPTIONS)
+    assert_same_bits(other.state_dict(), wanted)
+    fastload.save({**wanted, "0.weight": torch.zeros(3)}, tmp_path / "wrong")
+    with pytest.raises(fastload.MismatchError, match=r"(?s)into\.load_state_dict: .*0\.weight"):
+        fastload.load(tmp_path / "wrong", into=other, options=OPTIONS)
+    other = build(4)
+    fastload.load(tmp_path / "named", into=other, options=OPTIONS)
+    assert_same_bits(other.state_dict(), wanted)
+    FullyShardedDataParallel.set_state_dict_type(other, StateDictType.SHARDED_STATE_DICT)
+    with pytest.raises(fastload.MismatchError, match=r"FSDP1 .*SHARDED_STATE_DICT.*set_state") as late:
+        fastload.load(tmp_path / "nested", into={"model": other, "step": 0}, options=OPTIONS)
+    assert not late.value.is_partial

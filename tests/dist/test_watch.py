@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import fastload
 from fastload import Watch
 from fastload.errors import DeadlineExceeded, OptionError, PeerError, PlanMismatch, UnsupportedVersion
 from fastload.training import watch as watching
-from tests.checkpoints import assert_same_bits, flip, seal
+from tests.checkpoints import assert_same_bits, flip, rot, seal
 from tests.dist import faults
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
@@ -178,6 +179,50 @@ def test_versions_that_cannot_be_read(rank: int, world: int, tmp_path: Path) -> 
         with pytest.raises(UnsupportedVersion, match="step_00000006 may be the newest"):
             next(versions)
         assert versions.version == 5
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+@ranks(2)
+def test_versions_that_are_saved_again(rank: int, world: int, tmp_path: Path, deltas: bool) -> None:
+    """A trainer goes back by one checkpoint, because of damage or because somebody asked for it."""
+    root, model = tmp_path / "root", weights()
+    given = fastload.SaveOptions(timeout_s=20, block_bytes=1 << 14)
+    manage = partial(fastload.CheckpointManager, root, deltas=deltas, options=given)
+
+    def state(step: int, value: float) -> dict[str, Any]:
+        return {"a": weights(step)["a"] + torch.eye(*_SHAPE), "b": torch.full(_SHAPE, value)}
+
+    def has(step: int, value: float) -> None:
+        next(versions).load(into=model)
+        assert versions.version == step
+        assert_same_bits(model, state(step, value))
+
+    with watch(root, timeout_s=0.3) as versions:
+        with manage() as manager:
+            manager.save(1, state(1, 0.1))
+            manager.wait()
+            has(1, 0.1)
+            manager.save(2, state(2, 0.2))
+        if rank == 0:
+            rot(root / "step_00000002" / ("delta.safetensors" if deltas else "model.safetensors"), -5)
+        dist.barrier()
+        with pytest.raises(DeadlineExceeded):
+            next(versions)
+        with manage() as manager:
+            manager.restore()
+            assert manager.restored_step == 1
+            manager.save(2, state(2, 0.2))  # the same bits, as a training makes them again
+            manager.wait()
+            has(2, 0.2)
+            with pytest.raises(DeadlineExceeded):
+                next(versions)
+            manager.save(2, state(2, 0.3))
+            manager.wait()
+            has(2, 0.3)
+            with pytest.raises(DeadlineExceeded):
+                next(versions)
+        with watch(root, after=2, timeout_s=0.3) as late, pytest.raises(DeadlineExceeded):
+            next(late)
 
 
 @ranks(3, dies={1: signal.SIGKILL})

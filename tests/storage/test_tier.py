@@ -76,6 +76,11 @@ def test_what_another_user_could_have_planted_is_refused(tmp_path: Path, how: st
             find_jobs(str(tmp_path)) if how != "place" else JobFolder(str(tmp_path), JOB, "root")
 
 
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"none: there is no such directory on this host: make it"):
+        JobFolder(str(tmp_path / "none"), JOB, "root")
+
+
 def test_a_sticky_place_of_everybody_will_do(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     JobFolder(str(tmp_path), JOB, "root").close()
