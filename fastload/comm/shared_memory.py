@@ -214,7 +214,7 @@ class HostLink:
         self._observer: RoundObserver | None = None
         self._collector = _Collector(ranks)
         self._memory: dict[int, tuple[int, int]] = {}  # of loads that this rank has not begun: file, bytes
-        self._changed = threading.Condition(threading.Lock())  # guards all of it
+        self._changed = threading.Condition(threading.Lock())  # guards all attributes
         self._lost: int | None = None
         Task(self._listen, "fastload-host").start()
 

@@ -70,13 +70,13 @@ class DirectorySave:
         Raises:
             FastloadError: A save failed, or rank 0 could not publish the directory.
         """
+        if self._thread is not None:
+            self._thread.join()  # it deletes what is left of a failed save
         failures = [error for handle in self._handles if (error := _failure(handle)) is not None]
         if failures:
             raise failures[0]
 
         def publish() -> None:
-            if self._thread is not None:
-                self._thread.join()
             if self._error is not None:
                 raise self._error
 
@@ -106,7 +106,7 @@ class DirectorySave:
         except BaseException as error:
             self._error = error
         finally:
-            for name in ("", *self._names):  # what is left of a save that failed
+            for name in ("", *self._names):  # left of a failed save
                 shutil.rmtree(_pending(self.path, name), ignore_errors=True)
 
 

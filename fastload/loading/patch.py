@@ -54,7 +54,8 @@ def load(session: Session, request: Request) -> Loaded:
     """
     session.await_prefetch()
     start = LoadStart.now(session.opened)
-    matched = _patched(session, request) if session.opened.access.deltas else None
+    has_own = not request.is_same  # new tensors hold nothing, whatever was in their memory before
+    matched = _patched(session, request) if has_own and session.opened.access.deltas else None
     return session.load(request, matched, start=start)
 
 

@@ -286,6 +286,7 @@ def compare_share(
     """
     files = [file for file, digest in known.items() if digest]
     share = [files[at] for at in deal_uncut([file.nbytes for file in files], num_ranks)[number]]
+    share.sort(key=lambda file: -file.nbytes)  # else the threads would wait for a long one at the end
     stopped = threading.Event()
     workers = Workers(min(_NUM_HASHED, len(share)), "fastload-sha256")
     try:

@@ -208,7 +208,7 @@ class MemoryTier:
         """
         began = time.perf_counter()
         self.settle()
-        is_first = self.last is None or not self.last.error  # failure in a row, which is a warning
+        is_first = self.last is None or not self.last.error  # only the first failure in a row is a warning
         self._num_begun += 1
         name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
         world = self._join(f"saving step {step} to memory")

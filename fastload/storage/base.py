@@ -177,7 +177,7 @@ class Storage(ABC):
         """
 
     def share_reads(self, shared: bool) -> None:  # noqa: B027 (most have no page cache)
-        """Says whether other processes of this host read the same bytes from now on.
+        """Notes whether other processes of this host read the same bytes from now on.
 
         If they do, reads through the page cache cost less than direct ones.
         """

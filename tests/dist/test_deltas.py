@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastload
+from fastload.base import memory
 from fastload.errors import (
     CheckpointError,
     CheckpointExists,
@@ -31,6 +32,7 @@ from fastload.errors import (
     ManifestError,
     OptionError,
 )
+from fastload.loading import targets
 from tests.checkpoints import assert_same_bits, flip, record_by_hand, seal
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks
@@ -335,6 +337,24 @@ def test_a_broken_chain_is_named_and_changes_nothing(rank: int, world: int, tmp_
             fastload.load(root / "delta", into=into, options=LOAD)
         assert not raised.value.is_partial
         assert_same_bits(into, large)
+
+
+@ranks(2)
+def test_new_tensors_in_memory_that_still_holds_the_base(rank: int, world: int, tmp_path: Path) -> None:
+    """Such as after a model was freed; on one rank, all but an element."""
+    base = {"wide": torch.randn(800, 700, generator=torch.Generator().manual_seed(3))}
+    save(base, tmp_path / "base")
+    save(changed(base, 2, 0.05), tmp_path / "delta", base=tmp_path / "base")
+
+    def allocate_used(*given: Any, **how: Any) -> Tensor:
+        made = memory.allocate(*given, **how).copy_(base["wide"])
+        made[-1, -1] += rank
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "allocate", allocate_used)
+        found = fastload.load(tmp_path / "delta", options=LOAD)
+    assert_same_bits(found, changed(base, 2, 0.05))
 
 
 def away(path: Path, base: Path, other: Path) -> None:

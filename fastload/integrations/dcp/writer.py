@@ -143,6 +143,7 @@ class Writer(DcpStorage, StorageWriter):
             replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
             names=DCP_NAMES,
         )
+        self.report = None  # not that of an earlier save, if this one raises
         self.report = saving.save(call, planned.pop().state([written for _, written in responses]))
         return done([_result(item) for item in plan.items])
 
