@@ -23,14 +23,13 @@ from fastload.storage import (
     Location,
     PatientStorage,
     Target,
+    folders,
     locate,
     name_of,
     open_patiently,
     open_target,
 )
 from fastload.storage.base import Names
-
-_MAX_LINKS = 40  # as the kernel follows
 
 
 @dataclass(frozen=True)
@@ -157,15 +156,7 @@ def locate_base(path: str | os.PathLike[str]) -> Location:
     The link may lead elsewhere by the time of a load.
     """
     found = locate(path)
-    for _ in range(_MAX_LINKS):
-        folder, _, name = found.address.rstrip("/").rpartition("/")
-        if found.scheme or not os.path.islink(f"{folder}/{name}"):
-            break
-        target = os.path.join(folder, os.readlink(f"{folder}/{name}"))
-        if os.path.dirname(target.rstrip("/")) != folder:
-            break
-        found = locate(target)
-    return found
+    return found if found.scheme else locate(folders.resolve_sibling(found.address))
 
 
 def base_name(base: Location, location: Location) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +57,7 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
-from fastload.storage import Location, PatientStorage
+from fastload.storage import Location, PatientStorage, folders
 
 _log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -162,32 +161,25 @@ def _share_chain(
                 raise
             why = f"its base cannot be read: {error}"
         for place, _ in chain:
-            if _is_same_folder(place, call.location):
+            is_local = not (place.scheme or call.location.scheme)
+            if is_local and folders.is_same(place.address, call.location.address):
                 raise OptionError(
                     f"base={base}: {place} and {call.location} are the same directory, whose contents the "
                     "delta would replace: save to another path"
                 )
         places = [call.location, *(place for place, _ in chain)]
-        folders = [place.sibling("_").url for place in places]
-        if len({folder for before, folder in pairwise(folders) if folder != before}) > 1:
+        parents = [place.sibling("_").url for place in places]
+        if len({parent for before, parent in pairwise(parents) if parent != before}) > 1:
             why, chain = "the checkpoints of its chain would be in more than two directories", []
         head = {
             "why_complete": why,
             "names": [base_name(place, call.location) for place, _ in chain],
-            "near": [before == folder for before, folder in pairwise(folders[1:])],
+            "near": [before == parent for before, parent in pairwise(parents[1:])],
         }
         return join_parts([json.dumps(head).encode(), *(manifest.to_bytes() for _, manifest in chain)])
 
     head, *manifests = split_parts(call.world.share(f"{call.what}: reading its base", 0, read))
     return json.loads(head), list(map(Manifest.from_bytes, manifests))
-
-
-def _is_same_folder(one: Location, other: Location) -> bool:
-    """Whether two paths lead to the same directory, by whatever links and mounts."""
-    try:
-        return not (one.scheme or other.scheme) and os.path.samefile(one, other)
-    except OSError:  # there is none
-        return False
 
 
 def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:

@@ -26,6 +26,7 @@ _RENAME_EXCHANGE = 2
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MAX_SMALL_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 1 << 20
+_MAX_LINKS = 40  # as the kernel follows
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -174,6 +175,27 @@ def remove_files(path: str, is_own: Callable[[str], bool]) -> None:
             for name in filter(is_own, names(folder)):
                 os.unlink(name, dir_fd=folder)
         os.rmdir(path)
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether two paths lead to the same directory, by whatever links and mounts."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # there is none
+        return False
+
+
+def resolve_sibling(path: str) -> str:
+    """Follows a link to a directory next to it, such as ``latest``; returns the path of that directory."""
+    for _ in range(_MAX_LINKS):
+        folder, name = os.path.split(path.rstrip("/"))
+        if not os.path.islink(os.path.join(folder, name)):
+            break
+        target = os.path.join(folder, os.readlink(os.path.join(folder, name)))
+        if os.path.dirname(target.rstrip("/")) != folder:
+            break
+        path = target
+    return path
 
 
 def exchange(one: str, folder: int, other: str, parent: int) -> None:
