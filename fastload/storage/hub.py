@@ -325,17 +325,18 @@ class HubStorage(Storage):
         if nbytes == 0:
             return
         if not version:
-            about = self.stat(name)
-            if about is None or not about.version:
+            listed = self.stat(name)
+            if listed is None or not listed.version:
                 raise StorageError("there is no such file", self.label(name), offset, nbytes)
-            version = about.version
+            version = listed.version
         parts = _VERSION.fullmatch(version)
         if parts is None:
             raise StorageError(_REPLACED, self.label(name), offset, nbytes)
         commit, content = parts["commit"], parts["content"]
         blob = [f"blobs/{content}"] if content else []
         for cached in (*blob, f"snapshots/{commit}/{self._in_repository(name)}"):
-            if self._cache.stat(cached) is not None:
+            about = self._cache.stat(cached)
+            if about is not None and about.nbytes >= offset + nbytes:  # else its download was cut off
                 self._cache.read_into(cached, offset, buffers)
                 return
         self._download(name, commit, content, offset, buffers)

@@ -267,6 +267,18 @@ def test_cached_files_are_not_downloaded(
 
 
 @pytest.mark.parametrize("links", [True, False])
+def test_what_a_cached_file_lacks_is_downloaded(
+    hub: HubServer, checkpoint: Path, tmp_path: Path, links: bool
+) -> None:
+    fetch(hub, ["x.safetensors", "y.safetensors"], tmp_path / "cache", links=links)
+    [cached] = (tmp_path / "cache").rglob("snapshots/*/x.safetensors")
+    os.truncate(cached, cached.stat().st_size - 100)
+    assert_same_bits(fastload.load("hf://org/model"), load_reference(checkpoint))
+    asked = {path.rpartition("/")[2] for path in hub.asked("/resolve/")}
+    assert asked == {"x.safetensors", "model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("links", [True, False])
 def test_offline(
     hub: HubServer, checkpoint: Path, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
