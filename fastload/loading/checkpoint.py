@@ -70,17 +70,21 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stream is not None:
-            self._stream.leave(error)
-        elif error is not None:
-            self._session.leave(error)
+        if not self._session.is_inherited:
+            if self._stream is not None:
+                self._stream.leave(error)
+            elif error is not None:
+                self._session.leave(error)
         self.close()
 
     def close(self) -> None:
         """Releases files and connections, those of a read under way as soon as it ends.
 
-        A rank that has left `tensors` early waits here until the others no longer need it.
+        A rank that has left `tensors` early waits here until the others no longer need it. In a forked child
+        it does nothing: the parent has the checkpoint open.
         """
+        if self._session.is_inherited:
+            return
         self._end_stream()
         with self._opening:
             self._all_open.discard(self)
@@ -204,11 +208,12 @@ class Checkpoint:
                 self._stream = stream_boxes(self._session, names, boxes, device)
             else:
                 self._stream = stream_tensors(self._session, names, device, borrow=borrow)
-        return TensorStream(self._stream)
+        return TensorStream(self._session, self._stream)
 
     @contextmanager
     def _call(self, *, ends_stream: bool = True) -> Iterator[None]:
         """Makes a call of all ranks, once those of other threads have ended."""
+        self._session.require_own()  # first: in a forked child a lock may be held for ever
         with self._turn:
             if ends_stream:
                 self._end_stream()

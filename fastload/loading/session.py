@@ -75,15 +75,29 @@ class Session:
         """The files and tensors of the checkpoint."""
         return self.opened.access.manifest
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether the parent of this process opened it."""
+        return self._opened_in != os.getpid()
+
+    def require_own(self) -> None:
+        """Requires that this process opened it.
+
+        Raises:
+            WorldError: Its parent did, for whose rank this process would speak.
+        """
+        if self.is_inherited:
+            raise WorldError(
+                f"{self.manifest.url}: the parent of this process has this checkpoint open: use it there"
+            )
+
     @contextmanager
     def usable(self) -> Iterator[None]:
         """Requires that no load has failed, and notes a failure within.
 
         Raises:
-            WorldError: A load has failed, or the session is closed, or the parent of this process opened it.
+            WorldError: A load has failed, or the session is closed.
         """
-        if self._opened_in != os.getpid():
-            raise WorldError(f"{self.manifest.url}: the parent of this process has this checkpoint open")
         if self.has_failed:
             raise WorldError("an earlier load of this open checkpoint failed: open it again")
         if self.is_closed:
@@ -99,7 +113,7 @@ class Session:
 
     def leave(self, error: BaseException) -> None:
         """Tells the other ranks that this one takes part in no more loads."""
-        if not (self.has_failed or self.is_closed or self._opened_in != os.getpid()):
+        if not (self.has_failed or self.is_closed):
             self.opened.world.leave(error)
 
     def close(self) -> None:

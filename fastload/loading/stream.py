@@ -53,10 +53,12 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     context manager, or within that of its checkpoint, an exception ends it on all ranks.
     """
 
-    def __init__(self, transfer: StreamTransfer | BoxStreamTransfer) -> None:
+    def __init__(self, session: Session, transfer: StreamTransfer | BoxStreamTransfer) -> None:
+        self._session = session
         self._transfer = transfer
 
     def __next__(self) -> tuple[str, Tensor]:
+        self._session.require_own()
         name, tensor = self._transfer.take()
         record_use(tensor)  # it may have been allocated by another thread, on another stream
         return name, tensor
@@ -67,7 +69,7 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._transfer.leave(error)
+        self._leave(error)
 
     def __del__(self) -> None:
         with suppress(RuntimeError):  # no thread can start while the interpreter ends
@@ -75,7 +77,11 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
 
     def close(self) -> None:
         """Leaves the stream; does nothing at its end. Later tensors are not handed out."""
-        self._transfer.leave()
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if not self._session.is_inherited:
+            self._transfer.leave(error)
 
 
 # Tensors that all ranks take

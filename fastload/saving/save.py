@@ -211,13 +211,21 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
         planned = plan_delta(call, begun.plan, begun.snapshot, agreed)
         written = write(call, planned.plan, planned.snapshot)
-    publishing = partial(_publish, call, begun, planned, written, agreed.metadata, waited_s)
-    published = world.settle(
-        f"{call.what}: publishing",
-        publishing,
-        ended=lambda error: call.tracing.leave("save", call.began, error),
-        met=lambda: call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes}),
-    )
+
+    def publish() -> dict[str, Any]:
+        try:
+            report = _publish(call, begun, planned, written, agreed.metadata, waited_s)
+        except BaseException as error:
+            call.tracing.leave("save", call.began, error)
+            raise
+        call.tracing.leave("save", call.began, None)
+        return report
+
+    try:
+        # Not settled: a commit does not notice that another one has failed, and may take long.
+        published = world.agree(f"{call.what}: publishing", publish)
+    finally:
+        call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
     world.acknowledge()
     return _report(call, planned, published)
 

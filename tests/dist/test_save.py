@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -21,8 +22,11 @@ import fastload
 from fastload import SaveOptions
 from fastload.saving import compare
 from fastload.saving.save import save_all_in_background
+from fastload.storage.local_target import LocalTarget
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.hosts import can_mount, mount_disk
 
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 SMALL = SaveOptions(max_shard_bytes=300_000, block_bytes=4096, writers="all", timeout_s=20)
 
 
@@ -374,3 +378,28 @@ def test_several_states_are_copied_at_once_and_without_a_meeting(
     reports = [handle.wait(20) for handle in handles]
     assert [report.url for report in reports] == list(states)
     assert [fastload.load(path)["tensor"].tolist() for path in states] == [[1] * 9, [2] * 9]
+
+
+@needs_mounts
+@ranks(2)
+def test_a_host_that_cannot_publish_waits_for_one_that_takes_long(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """Whose copy exists, and who is not blamed."""
+    disk = tmp_path / "disk"
+    disk.mkdir(exist_ok=True)
+    mount_disk(disk, tmp_path / "disks", rank)
+    publish = LocalTarget.publish
+
+    def slow_or_full(self: LocalTarget, *given: Any, **how: Any) -> Any:
+        if rank == 1:
+            raise fastload.StorageError("the disk is full")
+        time.sleep(4)  # longer than a rank waits for those that a failure ends at once
+        return publish(self, *given, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalTarget, "publish", slow_or_full)
+        with pytest.raises(fastload.FastloadError) as raised:
+            fastload.save(make_state(), disk / "a", options=replace(SMALL, shared=False, timeout_s=12))
+    assert re.search(r"failed on 1 of 2 ranks .*rank 1 .*the disk is full", str(raised.value))
+    assert (disk / "a").exists() == (rank == 0)
