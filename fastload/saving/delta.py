@@ -48,7 +48,7 @@ from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.agree import SaveAgreement
-from fastload.saving.call import SaveCall, base_name, locate_base
+from fastload.saving.call import SaveCall, base_name
 from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
@@ -57,7 +57,7 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
-from fastload.storage import Location, PatientStorage, folders
+from fastload.storage import Location, PatientStorage, folders, locate
 
 _log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -122,7 +122,7 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         return complete
     head, manifests = _share_chain(call, call.find_base)
     if not manifests:
-        return replace(complete, why_complete=head["why_complete"])
+        return _complete(call, complete, head["why_complete"], head["problem"])
     storages = [call.open_storage(place) for place in _locate_chain(call, head)]
     try:
         chain = list(zip(reversed(manifests), reversed(storages), strict=True))
@@ -133,14 +133,20 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
                 return replace(complete, why_complete=reason)
             found, problem = _find(call, plan, snapshot, base)
         if problem:
-            why = f"its base cannot be read: {problem}"
-            if call.world.rank == 0:
-                _log.warning("%s: %s; a complete checkpoint is written", call.what, why)
-            return replace(complete, why_complete=why)
+            return _complete(call, complete, "", problem)
         return _plan(call, plan, agreed, base, found)
     finally:
         for storage in storages:
             storage.close()
+
+
+def _complete(call: SaveCall, plan: DeltaPlan, why: str, problem: str) -> DeltaPlan:
+    """Returns the plan of a complete checkpoint, with a warning if the base cannot be read."""
+    if problem:
+        why = f"its base cannot be read: {problem}"
+        if call.world.rank == 0:
+            _log.warning("%s: %s; a complete checkpoint is written", call.what, why)
+    return replace(plan, why_complete=why)
 
 
 def _share_chain(
@@ -152,14 +158,12 @@ def _share_chain(
     """
 
     def read() -> bytes:
-        why, chain = "", list[tuple[Location, Manifest]]()
+        why, problem, chain = "", "", list[tuple[Location, Manifest]]()
         try:
             if (base := find_base()) is not None:
                 chain = read_chain(base, call.open_storage, call.options.bases)
-        except CheckpointError as error:
-            if call.options.base is not None:
-                raise
-            why = f"its base cannot be read: {error}"
+        except (CheckpointError, StorageError) as error:
+            problem = _problem_of_base(call, error)
         for place, _ in chain:
             is_local = not (place.scheme or call.location.scheme)
             if is_local and folders.is_same(place.address, call.location.address):
@@ -173,6 +177,7 @@ def _share_chain(
             why, chain = "the checkpoints of its chain would be in more than two directories", []
         head = {
             "why_complete": why,
+            "problem": problem,
             "names": [base_name(place, call.location) for place, _ in chain],
             "near": [before == parent for before, parent in pairwise(parents[1:])],
         }
@@ -186,7 +191,8 @@ def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
     """Returns where the base and its bases are, as this rank names them."""
     first, *others = head["names"]
     given, bases = call.options.base, call.options.bases
-    found = [call.location.sibling(first) if given is None else locate_base(given)]
+    # By the name that rank 0 found: a link may lead elsewhere by now.
+    found = [(call.location if given is None else locate(given)).sibling(first)]
     for name, is_near in zip(others, head["near"], strict=True):
         found.append(location_of_base(name, found[-1], None if is_near else bases))
     return found

@@ -192,9 +192,10 @@ def resolve_sibling(path: str) -> str:
         if not os.path.islink(os.path.join(folder, name)):
             break
         target = os.path.join(folder, os.readlink(os.path.join(folder, name)))
-        if os.path.dirname(target.rstrip("/")) != folder:
+        parent, own = os.path.split(target.rstrip("/"))
+        if own in (".", "..") or os.path.realpath(parent) != os.path.realpath(folder):
             break
-        path = target
+        path = os.path.join(folder, own)
     return path
 
 

@@ -223,7 +223,7 @@ class Watch:
         self._is_first = is_first
         self._next_listing_s = 0.0  # of `time.monotonic`
         self._last: Point | None = None  # of the versions that were given out
-        self._last_digest = ""
+        self._last_digest: str | None = None  # of its record, once that was listed
         self._damaged: dict[Point, RecordSeen] = {}
         self._reading: _Reading | None = None
         self._given: Checkpoint | None = None
@@ -395,7 +395,8 @@ class Watch:
 
     def _is_replaced(self, point: Point, listing: Listing) -> bool:
         """Whether the last version was saved again, with another state."""
-        return point == self._last and listing.records[point].digest != self._last_digest
+        known = self._last_digest
+        return point == self._last and known is not None and listing.records[point].digest != known
 
     def _is_left_out(self, point: Point, record: RecordSeen, error: FastloadError) -> bool:
         """Whether a version that cannot be read was deleted meanwhile, or is damaged."""

@@ -33,6 +33,7 @@ from fastload.errors import (
     OptionError,
 )
 from fastload.loading import targets
+from fastload.saving import delta as delta_module
 from tests.checkpoints import assert_same_bits, flip, record_by_hand, seal
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks
@@ -477,6 +478,14 @@ def test_bases_that_cannot_be_used(rank: int, world: int, tmp_path: Path) -> Non
             fastload.SaveOptions(base=value)  # type: ignore[arg-type]
 
 
+def point_to(link: Path, target: Path | str, rank: int) -> None:
+    """Changes a link, on all ranks."""
+    if rank == 0:
+        link.unlink()
+        link.symlink_to(target)
+    dist.barrier()
+
+
 @ranks(2)
 def test_a_delta_does_not_replace_its_base_by_another_name(rank: int, world: int, tmp_path: Path) -> None:
     first, second, third = weights(), step(weights(), 1), step(weights(), 2)
@@ -500,15 +509,27 @@ def test_a_delta_does_not_replace_its_base_by_another_name(rank: int, world: int
         assert_same_bits(fastload.load(tmp_path / "0", options=LOAD), first)
         assert_same_bits(fastload.load(tmp_path / "1", options=LOAD), second)
     # A link may lead elsewhere later, so a delta has the name of its target, if that is next to it.
-    save(third, tmp_path / "2", base=tmp_path / "latest")
-    if rank == 0:
-        (tmp_path / "latest").unlink()
-        (tmp_path / "latest").symlink_to("1")
-    dist.barrier()
-    delta = fastload.inspect(tmp_path / "2").delta
-    assert delta is not None
-    assert delta.base == "0"
-    assert_same_bits(fastload.load(tmp_path / "2", options=LOAD), third)
+    for number, (base, target) in enumerate(
+        [("latest", "0"), ("latest", "./0"), ("latest", "x/../0"), ("linked/latest", tmp_path / "0")], 2
+    ):
+        point_to(tmp_path / "latest", target, rank)
+        save(third, tmp_path / str(number), base=tmp_path / base)
+        delta = fastload.inspect(tmp_path / str(number)).delta
+        assert delta is not None
+        assert delta.base == "0"
+    point_to(tmp_path / "latest", "1", rank)
+    for number in range(2, 6):
+        assert_same_bits(fastload.load(tmp_path / str(number), options=LOAD), third)
+    with pytest.MonkeyPatch.context() as patch:  # or during the save, before another rank looks
+        locate_chain = delta_module._locate_chain
+
+        def moved(*given: Any) -> Any:
+            point_to(tmp_path / "latest", "0", rank)
+            return locate_chain(*given)
+
+        patch.setattr(delta_module, "_locate_chain", moved)
+        save(step(third, 3), tmp_path / "6", base=tmp_path / "latest")
+    assert_same_bits(fastload.load(tmp_path / "6", options=LOAD), step(third, 3))
     if rank == 0:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "elsewhere" / "base").symlink_to("../0")

@@ -97,6 +97,11 @@ def test_which_versions_come(rank: int, world: int, tmp_path: Path) -> None:
         assert [next(versions).step, next(versions).step] == [4, 7]
         save(root, 8)
         assert next(versions).step == 8
+    with watch(tmp_path / "other", after=9, timeout_s=0.1) as late:
+        assert late.poll() is None
+        save(tmp_path / "other", 9)  # no newer one, although it was not there before
+        with pytest.raises(DeadlineExceeded, match="newer than step 9 within"):
+            next(late)
     with pytest.raises(fastload.WorldError, match="watch is closed"):
         next(versions)
     with watch(root) as versions:
