@@ -243,8 +243,8 @@ def _as_group(process_group: Any) -> dist.ProcessGroup | None:
     if dist.group.WORLD in _inherited and dist.get_world_size(group) > 1:
         raise WorldError(
             f"this process was forked by rank {rank}, whose process group only the parent can use: call "
-            "fastload in the parent, pass a process_group= of this rank alone, or start this process with the "
-            "method spawn or forkserver"
+            "fastload in the parent, pass a process_group= of this rank alone, or start this process with "
+            "the method spawn or forkserver"
         )
     return group  # type: ignore[no-any-return]
 

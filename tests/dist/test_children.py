@@ -152,7 +152,10 @@ def test_children_do_not_speak_for_their_parent(rank: int, world: int, tmp_path:
             lambda: fastload.load(tmp_path / "a"),
             f"forked by rank {rank}, whose process group",
         ),
-        (lambda: fastload.save(state, tmp_path / "b"), "start this process with the method spawn"),
+        (
+            lambda: fastload.save(state, tmp_path / "b"),
+            "start this process with the method spawn or forkserver",
+        ),
         (lambda: CheckpointManager(tmp_path / "run"), "whose process group only the parent can use"),
     ]
 
