@@ -135,13 +135,14 @@ def refuse(done: int, total: int) -> None:
 def count_keys(rank: int, world: int, folder: Path) -> None:
     store = dist.distributed_c10d._get_default_store()
     counts = []
-    for _ in range(2):
+    for _ in range(3):
         call_all(rank, folder)
         assert loads(folder / "a")
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
-    assert len(set(counts)) == 1, counts
+    # Some keys stay until a later call, for late ranks: one more or less, and not more with each turn.
+    assert counts[-1] < counts[0] + 2, counts
 
 
 @pytest.mark.parametrize(("world", "store"), [(2, "rank0"), (3, "agent"), (5, "agent")])
