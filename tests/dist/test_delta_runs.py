@@ -25,6 +25,7 @@ from fastload import CheckpointManager, SaveOptions
 from fastload.cli import main
 from fastload.errors import OptionError
 from fastload.options import Patience
+from fastload.saving import delta as saving_delta
 from fastload.training.catalog import Catalog
 from fastload.training.retention import Retention
 from tests.checkpoints import assert_same_bits, rot
@@ -133,6 +134,23 @@ def test_a_damaged_base_does_not_end_a_run(
         assert len([text for text in warnings if "a complete checkpoint is written" in text]) == (rank == 0)
         for number in (2, 4, 5, 6):
             assert_same_bits(manager.restore(step=number), states[number])
+
+
+@ranks(2)
+def test_a_base_that_storage_refuses_does_not_end_a_run(rank: int, world: int, tmp_path: Path) -> None:
+    reports = list[fastload.SaveReport]()
+
+    def refuse(*_: Any) -> Any:
+        raise fastload.StorageError("permission denied", url="the base")
+
+    with manage(tmp_path, options=replace(OPTIONS, on_report=reports.append), async_=False) as manager:
+        manager.save(1, weights())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving_delta, "read_chain", refuse)
+            manager.save(2, step(weights(), 1))
+        manager.save(3, step(weights(), 2))
+    assert [is_delta(path) for path in sorted(tmp_path.glob("step_*"))] == [False, False, True]
+    assert "its base cannot be read: the base: permission denied" in reports[1].why_complete
 
 
 @needs_mounts
