@@ -91,15 +91,30 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 def allocate(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pinned: bool = False,
+    strides: Sequence[int] = (),
 ) -> Tensor:
     """Allocates an uninitialized tensor.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: Its device.
+        pinned: Whether host memory is page-locked.
+        strides: Strides in elements; row-major without any.
 
     Raises:
         MemoryError: The device or the host has too little memory.
     """
     try:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)
+        if strides:
+            tensor = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device, pin_memory=pinned)
+        else:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise MemoryError(
             f"cannot allocate {list(shape)} {dtype} on {device}: {_first_line(error)}"

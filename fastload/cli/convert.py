@@ -190,7 +190,7 @@ class Parts:
     Attributes:
         structure: Structure of the state; None if it is a dict of the tensors by name.
         entries: The stored tensors.
-        tensors: The tensors by name: large ones are DTensors, small ones are replicated.
+        tensors: The tensors by name: large row-major ones are DTensors, others are replicated.
     """
 
     structure: Any
@@ -224,7 +224,13 @@ def load_parts(checkpoint: Checkpoint, *, strict: bool = True) -> Parts:
         wanted = {saved.stored for saved in found}
         entries = [entry for entry in entries if entry.name in wanted]
     mesh = _mesh()
-    tensors = {entry.name: _empty(entry, None if entry.name in unsharded else mesh) for entry in entries}
+    tensors = {}
+    for entry in entries:
+        if strides := manifest.strides_of(entry):  # a shard could not have them
+            dtype, shape = torch_spec(entry)
+            tensors[entry.name] = torch.empty_strided(shape, strides, dtype=dtype)
+        else:
+            tensors[entry.name] = _empty(entry, None if entry.name in unsharded else mesh)
     checkpoint.read({name: local_parts(tensor) for name, tensor in tensors.items()})
     return Parts(structure, entries, tensors)
 
@@ -474,7 +480,8 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     layouts: list[TorchLayout] = []
 
     def prepare() -> str:
-        layouts.append(lay_out_torch(parts.structure, parts.entries))
+        strides = {name: each.stride() for name, each in parts.tensors.items() if not is_dtensor(each)}
+        layouts.append(lay_out_torch(parts.structure, parts.entries, strides))
         if world.rank == 0:
             pending.append(single_file.make_pending(path, overwrite=overwrite))
         return "".join(pending)
@@ -516,7 +523,12 @@ def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> 
 
 
 def _runs(entry: TensorEntry, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in the tensor."""
+    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in its memory."""
+    if not is_dtensor(tensor):
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # it has no gaps
+        if tensor.numel():
+            yield 0, host_view(byte_view(flat))
+        return
     for box, part in local_parts(tensor):
         data = host_view(byte_view(part))
         runs = runs_of(box, torch_spec(entry)[1]).scaled(part.itemsize)

@@ -35,7 +35,7 @@ from fastload.formats.manifest import (
 )
 from fastload.formats.names import OWN_STEM, SUFFIX
 from fastload.formats.open import read_manifest
-from fastload.formats.record import checksum, record_digest
+from fastload.formats.record import checksum, record_digest, require_strides
 from fastload.formats.untrusted import show
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.ranges import Space
@@ -371,6 +371,7 @@ def result_of(base: Manifest, stored: Manifest) -> Manifest:
             own = [entry for entry in stored.tensors if entry.file == number]
             tensors += [replace(entry, file=len(files)) for entry in own]
             files.append(file)
+    require_strides(tensors, stored.strides, stored.url)
     return replace(stored, files=tuple(files), tensors=tuple(in_order(tensors)))
 
 

@@ -30,6 +30,7 @@ from fastload.formats.values import (
     show_path,
     tensor_name,
 )
+from fastload.geometry.box import dense_strides, row_major
 from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 
 _RESERVED = "__metadata__"  # has another meaning in a safetensors header
@@ -91,6 +92,33 @@ def encode_state(state: Any, rank: int = 0) -> StateEncoding:
                 f"begin with {OWN_PREFIX!r}"
             )
     return StateEncoding(encoder.tensors, structure, own.tensors, own.values, encoder.starts, *changes)
+
+
+def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the strides of tensors for which they matter, in elements, as if without gaps.
+
+    Empty if the elements of all are in row-major order. Else also strides that differ from row-major ones
+    in dimensions of size 1 only, by which torch recognises memory formats.
+
+    Args:
+        tensors: Tensors by name. Those of DTensors are left out: shards get the strides of their targets.
+    """
+    plain = {name: tensor for name, tensor in tensors.items() if not is_dtensor(tensor)}
+    if all(tensor.is_contiguous() for tensor in plain.values()):
+        return {}
+    dense = {
+        name: dense_strides(tensor.shape, tensor.stride())
+        for name, tensor in plain.items()
+        if NAMES[tensor.dtype] != "F4"  # which is stored in another shape
+    }
+    found = {name: strides for name, strides in dense.items() if strides != row_major(plain[name].shape)}
+    return found if any(_is_permuted(plain[name].shape, strides) for name, strides in found.items()) else {}
+
+
+def _is_permuted(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a tensor without gaps are not in row-major order."""
+    pairs = zip(shape, strides, row_major(shape), strict=True)
+    return any(size > 1 and stride != wanted for size, stride, wanted in pairs)
 
 
 class _StateObjects:
@@ -282,8 +310,8 @@ class StateEncoder:
         if id(array) not in self._converted:
             native = array.astype(dtype.newbyteorder("="), copy=False)
             flags = native.flags
-            if not (flags.writeable and flags.aligned and flags.c_contiguous):
-                native = native.copy()  # torch cannot view it
+            if not (flags.writeable and flags.aligned and (flags.c_contiguous or flags.f_contiguous)):
+                native = native.copy(order="K")  # torch cannot view it
             self._converted[id(array)] = torch.from_numpy(native)
         tensor = self._converted[id(array)]
         if tensor.dtype is torch.complex128:

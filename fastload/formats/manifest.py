@@ -15,7 +15,7 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.geometry.blocks import Block, Blocks, num_blocks
-from fastload.geometry.box import Box
+from fastload.geometry.box import Box, dense_strides
 from fastload.geometry.ranges import Space
 
 CHECKSUM_BYTES = 8
@@ -133,6 +133,8 @@ class Manifest:
         guards: The guards of data whose layout was inferred, in the order of the bytes.
         heads: The distinct bytes expected before such data.
         delta: Its base, if it is a delta checkpoint; see `fastload.formats.delta`.
+        strides: By name, the strides in elements that tensors had when they were saved, without gaps; only of
+            tensors for which they are not row-major.
     """
 
     url: str
@@ -147,6 +149,7 @@ class Manifest:
     guards: tuple[Guard, ...] = ()
     heads: tuple[bytes, ...] = ()
     delta: Delta | None = None
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -176,6 +179,15 @@ class Manifest:
         number = block.number - self._first_blocks[block.file]
         begin = number * CHECKSUM_BYTES
         return number, self.files[block.file].checksums[begin : begin + CHECKSUM_BYTES]
+
+    def strides_of(self, entry: TensorEntry) -> tuple[int, ...]:
+        """Returns the strides that a tensor had when it was saved, without gaps; empty if row-major."""
+        if entry.name in self.strides:
+            return self.strides[entry.name]
+        if len(entry.pieces) != 1 or entry.dtype == "F4":  # which torch packs
+            return ()
+        [piece] = entry.pieces
+        return dense_strides(entry.shape, piece.strides) if piece.strides else ()
 
     def describe_damage(self, block: Block, tensor: str, found: bytes) -> str:
         """Describes one of `blocks` whose checksum is not the recorded one, for users."""
@@ -234,6 +246,7 @@ class Manifest:
             guards=tuple(map(Guard._make, columns["guards"])),
             heads=tuple(map(base64.b64decode, columns["heads"])),
             delta=Delta(*columns["delta"]) if columns["delta"] else None,
+            strides={name: tuple(strides) for name, strides in columns["strides"].items()},
         )
 
     def _columns(self) -> dict[str, object]:
@@ -251,6 +264,7 @@ class Manifest:
             "guards": self.guards,
             "heads": [base64.b64encode(head).decode() for head in self.heads],
             "delta": self.delta,
+            "strides": dict(self.strides),
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,23 +19,26 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
 from fastload.formats.manifest import CHECKSUM_BYTES as CHECKSUM_BYTES
-from fastload.formats.manifest import Delta, Manifest, blocks_of_files
+from fastload.formats.manifest import Delta, Manifest, TensorEntry, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
 from fastload.formats.reading import digest_of_file, read_bytes, read_limited, stat_all
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
-from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
+from fastload.formats.untrusted import are_sizes, is_plain_path, is_size, parse_json, parse_metadata, show
+from fastload.geometry.box import is_dense
 from fastload.storage.base import Storage
 
 MAX_RECORD_BYTES = 1 << 30
 
 _FORMAT = "fastload"
 _VERSION, _DELTA_VERSION = 1, 2  # of a complete checkpoint, and of a delta
+_STRIDES_VERSION = 3  # of either, with strides
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_DELTAS = 1000
 _KEYS = {"block_bytes", "files", "format", "metadata", "state", "version"}
 _DELTA_KEYS = _KEYS | {"delta"}
+_STRIDES_KEYS = _DELTA_KEYS | {"strides"}
 _FILE_KEYS = {"checksums", "header_bytes", "header_checksum", "name", "nbytes"}
 _MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
 
@@ -74,6 +77,7 @@ class Record:
         state: The structure of the state, in JSON types.
         metadata: Text that the user attached.
         delta: The base, if the files are those of a delta.
+        strides: See `Manifest.strides`.
     """
 
     block_bytes: int
@@ -81,6 +85,7 @@ class Record:
     state: Any = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     delta: Delta | None = None
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Returns the text of the record, the same for equal contents.
@@ -107,6 +112,8 @@ class Record:
         }
         if self.delta is not None:
             body["delta"] = {**self.delta._asdict(), "checksums": dict(self.delta.checksums)}
+        if self.strides:
+            body = {"delta": None, **body, "version": _STRIDES_VERSION, "strides": dict(self.strides)}
         return checked_text(body)
 
 
@@ -123,7 +130,8 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
         ManifestError: It is malformed.
         ChecksumError: It is damaged.
     """
-    raw = parse_checked(data, url, "commit record", _FORMAT, {_VERSION: _KEYS, _DELTA_VERSION: _DELTA_KEYS})
+    keys = {_VERSION: _KEYS, _DELTA_VERSION: _DELTA_KEYS, _STRIDES_VERSION: _STRIDES_KEYS}
+    raw = parse_checked(data, url, "commit record", _FORMAT, keys)
     if type(raw["files"]) is not list:
         raise ManifestError(f"{url}: files is not a list but {show(raw['files'])}")
     files = []
@@ -136,8 +144,16 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
     if names != sorted(set(names)):
         raise ManifestError(f"{url}: files are not in name order, each once: {show(names)}")
     metadata = parse_metadata(raw["metadata"], f"{url}: metadata")
-    delta = _parse_delta(raw["delta"], url) if "delta" in raw else None
-    return Record(raw["block_bytes"], tuple(files), raw["state"], metadata, delta)
+    is_delta = raw["version"] == _DELTA_VERSION or raw.get("delta") is not None
+    delta = _parse_delta(raw["delta"], url) if is_delta else None
+    strides = _parse_strides(raw.get("strides", {}), url)
+    return Record(raw["block_bytes"], tuple(files), raw["state"], metadata, delta, strides)
+
+
+def _parse_strides(fields: Any, url: str) -> dict[str, tuple[int, ...]]:
+    if not isinstance(fields, dict) or not all(map(are_sizes, fields.values())):
+        raise ManifestError(f"{url}: strides are no object of lists of sizes: {show(fields)}")
+    return {name: tuple(strides) for name, strides in fields.items()}
 
 
 def _parse_delta(fields: Any, url: str) -> Delta:
@@ -306,6 +322,8 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         if found != wanted:
             where = f"{storage.label(RECORD_NAME)}: {show(file.name)}"
             raise ManifestError(f"{where}: {found} checksums for {wanted} blocks")
+    if record.delta is None:
+        require_strides(manifest.tensors, record.strides, storage.label(RECORD_NAME))
     return replace(
         manifest,
         files=tuple(
@@ -318,7 +336,29 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         record_digest=digest_of(text),
         format="fastload",
         delta=record.delta,
+        strides=record.strides,
     )
+
+
+def require_strides(
+    tensors: Iterable[TensorEntry], strides: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Requires that strides are those of tensors without gaps, which take no more memory than their bytes.
+
+    Args:
+        tensors: All tensors.
+        strides: Strides of some of them, by name.
+        where: The record, for messages.
+
+    Raises:
+        ManifestError: They are not.
+    """
+    shapes = {entry.name: entry.shape for entry in tensors} if strides else {}
+    for name, given in strides.items():
+        shape = shapes.get(name)
+        if shape is None or len(shape) != len(given) or not is_dense(shape, given):
+            what = "there is no such tensor" if shape is None else f"not those of a tensor of {list(shape)}"
+            raise ManifestError(f"{where}: strides {show(list(given))} of {show(name)}: {what}")
 
 
 def record_digest(storage: Storage) -> str:

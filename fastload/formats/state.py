@@ -22,9 +22,10 @@ A tensor's name is its path: the keys, as `values.key_text` spells them, joined 
 state dict keeps its names. If two paths spell the same name, the later one gets a suffix ``~2``.
 
 Tensors keep their dtype, shape, values, ``requires_grad``, and whether they are a Parameter; not their
-strides, device, gradient or attributes. Tied tensors (same memory, shape, strides and dtype) are stored once
-and come back as one object, or sharing memory if one is a Parameter and the other its data. A container that
-appears twice comes back as two. Tensors that only overlap are stored separately.
+device, gradient or attributes. Strides are kept next to the structure, in the commit record. Tied tensors
+(same memory, shape, strides and dtype) are stored once and come back as one object, or sharing memory if one
+is a Parameter and the other its data. A container that appears twice comes back as two. Tensors that only
+overlap are stored separately.
 
 The names of a rank's own tensors begin with ``@rank3.``. They are in separate files, with those of the other
 ranks. Long plain values are tensors of kind ``json``, whose bytes are JSON texts. Each rank's node has at

@@ -59,6 +59,37 @@ class Box(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides in elements put each element of a tensor into a place of its own, without gaps.
+
+    Strides of dimensions of size 1 do not matter.
+    """
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a tensor without gaps whose dimensions have the same order in memory.
+
+    Strides that leave no gaps are returned as they are. A tensor with expanded dimensions has no such order:
+    the result is row-major.
+    """
+    if is_dense(shape, strides):
+        return tuple(strides)
+    if any(not stride and size > 1 for stride, size in zip(strides, shape, strict=True)):
+        return row_major(shape)
+    dense, expected = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        dense[dim], expected = expected, expected * max(1, shape[dim])
+    return tuple(dense)
+
+
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
     """Yields the boxes of a range of elements of a row-major tensor, in their order: few, none of them empty.
 

@@ -376,14 +376,16 @@ class TargetBuilder(DestinationBuilder):
             MismatchError: It cannot be cast.
             MemoryError: It does not fit into memory.
         """
-        stored, shape = torch_spec(entry_of(self._manifest, name))
+        entry = entry_of(self._manifest, name)
+        stored, shape = torch_spec(entry)
         target = stored if exact else target_dtype(stored, self._dtype)
         tensor = self._new.get((name, target))
         if tensor is None:
             if not castable(stored, target):
                 line = f"{name}: torch cannot cast {stored} to {target}"
                 raise MismatchError(line, mismatched=(line,))
-            tensor = self._new[name, target] = allocate(shape, target, self.device)
+            strides = self._manifest.strides_of(entry)
+            tensor = self._new[name, target] = allocate(shape, target, self.device, strides=strides)
             self._complete.setdefault(name, []).append(tensor)
         return tensor
 

@@ -94,7 +94,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
             send_copies(world, call.what, target, copies, share.parts, names)
 
         def publish() -> bytes:
-            commit(call, plan, written, agreed.metadata)
+            commit(call, plan, written, agreed)
             assert target.published is not None
             return _pack(target.published)
 

@@ -7,7 +7,7 @@ agree on the state, on which rank holds which bytes, and on which host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from fastload.comm.group import members_of
 from fastload.comm.world import World
 from fastload.errors import OptionError, PlanMismatch, first_lines
 from fastload.formats.dtypes import safetensors_spec
-from fastload.formats.encoder import encode_state
+from fastload.formats.encoder import encode_state, strides_of
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
@@ -58,6 +58,7 @@ class RankState:
         shard_map: Which ranks hold which bytes, by placements on meshes of all ranks, assuming that all have
             the same state; None if placements do not tell.
         small: Digests of small shards that other ranks hold, too; see `compare.digest_shards`.
+        strides: Strides of tensors; see `encoder.strides_of`.
     """
 
     content: StateContent
@@ -66,6 +67,7 @@ class RankState:
     own: bytes
     shard_map: ShardMap | None
     small: bytes = b""
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @uncollected
@@ -93,7 +95,7 @@ def describe(call: SaveCall, state: Any) -> RankState:
         compared = small_tensors(specs, tensors, description.starts)
     content = StateContent(description.structure, layout.digest, specs, compared)
     own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
-    return RankState(content, layout, reader, own, shard_map, small)
+    return RankState(content, layout, reader, own, shard_map, small, strides_of(tensors))
 
 
 def _predict_shards(
@@ -151,12 +153,15 @@ class SaveAgreement:
         num_writers: Number of writers, unless the options give it.
         metadata: Text to store with the checkpoint.
         shard_map: Which ranks hold which bytes.
+        strides: Strides of tensors; see `encoder.strides_of`. Values of rank 0, or of the first rank that has
+            the tensor: equal replicas may have others.
     """
 
     hosts: Sequence[str]
     num_writers: int
     metadata: Mapping[str, str]
     shard_map: ShardMap
+    strides: Mapping[str, tuple[int, ...]]
 
 
 def has_to_meet(call: SaveCall, state: RankState) -> bool:
@@ -175,7 +180,8 @@ def has_to_meet(call: SaveCall, state: RankState) -> bool:
 def predict(call: SaveCall, state: RankState) -> SaveAgreement:
     """Predicts the agreement, as far as the plan depends on it."""
     assert state.shard_map is not None
-    return _agreement(call, state, state.shard_map, [call.world.node] * call.world.size, call.metadata)
+    hosts = [call.world.node] * call.world.size
+    return _agreement(call, state, state.shard_map, hosts, call.metadata, state.strides)
 
 
 def agree(
@@ -207,6 +213,7 @@ def agree(
             "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},
             "content": state.content.digests(),
             "metadata": call.metadata if world.rank == 0 else {},
+            "strides": state.strides if world.rank == 0 else {},
             "shards": shard_map.digest if shard_map is not None else "",
             "small": digest_by_holders(shard_map, world.rank, state.small)
             if shard_map and state.small
@@ -218,6 +225,7 @@ def agree(
     [state] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
+    strides = ranks[0]["strides"]
     shard_map = state.shard_map if _predicted_the_same(ranks) else None
     if shard_map is not None:
         require_same_content(world, what, state.content, [each["content"] for each in ranks])
@@ -226,12 +234,13 @@ def agree(
     else:
         _require_no_prediction(ranks)
         state, shard_map = _merge_states(call, state)
+        strides = state.strides
         if how == "small":
             _compare(call, state, shard_map, what)
     if how == "full":
         _compare(call, state, shard_map, what)
     hosts = [each["host"] for each in ranks]
-    return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"])
+    return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"], strides)
 
 
 def _agreement(
@@ -240,11 +249,12 @@ def _agreement(
     shard_map: ShardMap,
     hosts: Sequence[str],
     metadata: Mapping[str, str],
+    strides: Mapping[str, tuple[int, ...]],
 ) -> SaveAgreement:
     # More writers where each rank holds its own part of the bytes.
     least_bytes = _MIN_SHARE_BYTES if shard_map.is_replicated else _MIN_SHARDED_BYTES
     num_writers = max(1, min(call.world.size, state.layout.nbytes // least_bytes))
-    return SaveAgreement(hosts, num_writers, metadata, shard_map)
+    return SaveAgreement(hosts, num_writers, metadata, shard_map, strides)
 
 
 def _compare(call: SaveCall, state: RankState, shard_map: ShardMap, what: str) -> None:
@@ -277,14 +287,15 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     merged = gather_states(
         call.world,
         call.what,
-        pack_state(content.structure, content.specs),
+        pack_state(content.structure, content.specs, state.strides),
         lambda: {spec.name: reader.boxes(spec.name) for spec in content.specs},
         lambda specs: lay_out_files(specs, call.options, call.stem),
     )
     assert merged is not None
     layout = merged.layout
     content = StateContent(merged.structure, layout.digest, merged.specs, {})
-    state = replace(state, content=content, layout=layout, reader=reader.with_layout(layout))
+    reader = reader.with_layout(layout)
+    state = replace(state, content=content, layout=layout, reader=reader, strides=merged.strides)
     return state, merged.shard_map
 
 

@@ -150,12 +150,14 @@ class MergedState:
         specs: Its tensors, in its order.
         layout: Its files.
         shard_map: Which ranks hold which bytes.
+        strides: Strides of tensors; see `encoder.strides_of`.
     """
 
     structure: Any
     specs: list[TensorSpec]
     layout: Layout
     shard_map: ShardMap
+    strides: Mapping[str, tuple[int, ...]]
 
 
 def merge_states(
@@ -189,21 +191,24 @@ def merge_states(
     shard_map = ShardMap(layout, len(forms), _boxes_by_rank(boxes))
     if missing := shard_map.missing():
         _refuse("the ranks together do not have the whole state", missing, outcome)
-    return MergedState(structure, specs, layout, shard_map)
+    strides = {
+        name: tuple(given) for (*_, of_rank), _ in reversed(variants) for name, given in of_rank.items()
+    }
+    return MergedState(structure, specs, layout, shard_map, strides)
 
 
 def _merge_forms(
-    variants: Sequence[tuple[tuple[Any, Any], Sequence[int]]], outcome: str
+    variants: Sequence[tuple[tuple[Any, Any, Any], Sequence[int]]], outcome: str
 ) -> tuple[Any, list[TensorSpec]]:
     """Merges structures and tensors.
 
     Raises:
         PlanMismatch: They do not fit together.
     """
-    structures = [(structure, ranks) for (structure, _), ranks in variants]
+    structures = [(structure, ranks) for (structure, *_), ranks in variants]
     structure, problems = merge(structures)
     problems += _unequal_own_values(structures)
-    specs = _same_specs([(specs, ranks) for (_, specs), ranks in variants], problems)
+    specs = _same_specs([(specs, ranks) for (_, specs, _), ranks in variants], problems)
     stored: dict[str, TensorSpec] = {}
     own_names = set()
     for saved in leaves(structure) if not problems else ():
@@ -257,9 +262,11 @@ def _refuse(head: str, problems: Sequence[str], outcome: str) -> NoReturn:
     raise PlanMismatch("\n  ".join([f"{head}, so {outcome}:", *first_lines(problems)]))
 
 
-def pack_state(structure: Any, specs: Sequence[TensorSpec]) -> bytes:
-    """Packs the structure and the tensors of a rank's state."""
-    return zlib.compress(json.dumps([structure, specs]).encode(), level=1)
+def pack_state(
+    structure: Any, specs: Sequence[TensorSpec], strides: Mapping[str, tuple[int, ...]] | None = None
+) -> bytes:
+    """Packs the structure and the tensors of a rank's state, and the strides of some of these."""
+    return zlib.compress(json.dumps([structure, specs, strides or {}]).encode(), level=1)
 
 
 def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:

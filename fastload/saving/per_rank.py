@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +18,7 @@ from fastload.comm.failures import require_left
 from fastload.comm.world import World, join_parts, split_parts
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
+from fastload.formats.encoder import strides_of
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import fill_places
 from fastload.saving.layout import LayoutFile, TensorSpec, lay_out
@@ -47,7 +48,7 @@ def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, si
     limit = min(_MAX_BYTES, _MAX_BYTES_OF_ALL // size)
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     nbytes = sum(spec.nbytes for spec in specs)
-    text = json.dumps([values, specs]).encode()
+    text = json.dumps([values, specs, strides_of(tensors)]).encode()
     if len(text) + nbytes > limit:
         largest = max(specs, key=attrgetter("nbytes"))
         raise OptionError(
@@ -66,10 +67,12 @@ class PerRankFiles:
     Attributes:
         files: Their layout.
         contents: The bytes of each file.
+        strides: Strides of tensors; see `encoder.strides_of`.
     """
 
     files: tuple[LayoutFile, ...] = ()
     contents: tuple[bytes, ...] = ()
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, int]:
         """Returns their sizes, for the report."""
@@ -109,10 +112,11 @@ def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> 
     Returns:
         The structure with the values of all ranks, and the files.
     """
-    values, specs, data = [], [], {}
+    values, specs, strides, data = [], [], {}, {}
     for each in packed:
         text, *contents = split_parts(each)
-        own_values, own_specs = json.loads(text)
+        own_values, own_specs, own_strides = json.loads(text)
+        strides.update(own_strides)
         values.append(own_values)
         for (name, dtype, shape, nbytes), content in zip(own_specs, contents, strict=True):
             specs.append(TensorSpec(name, dtype, tuple(shape), nbytes))
@@ -126,4 +130,4 @@ def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> 
     contents = [
         b"".join([file.header, *(data[entry.name] for entry in file.tensors)]) for file in layout.files
     ]
-    return fill_places(structure, values), PerRankFiles(layout.files, tuple(contents))
+    return fill_places(structure, values), PerRankFiles(layout.files, tuple(contents), strides)

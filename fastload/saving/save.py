@@ -214,7 +214,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
 
     def publish() -> dict[str, Any]:
         try:
-            report = _publish(call, begun, planned, written, agreed.metadata, waited_s)
+            report = _publish(call, begun, planned, written, agreed, waited_s)
         except BaseException as error:
             call.tracing.leave("save", call.began, error)
             raise
@@ -235,7 +235,7 @@ def _publish(
     begun: BegunSave,
     planned: DeltaPlan,
     written: WriteResult,
-    metadata: Mapping[str, str],
+    agreed: SaveAgreement,
     waited_s: float,
 ) -> dict[str, Any]:
     """Commits the checkpoint if this rank is a leader; returns the rank's report."""
@@ -243,7 +243,7 @@ def _publish(
     began = time.perf_counter()
     own = PerRankFiles()
     if world.rank == plan.group.leader:
-        own = commit(call, plan, written, metadata, planned.delta)
+        own = commit(call, plan, written, agreed, planned.delta)
         call.tracing.add("commit", began)
     sizes, now = own.sizes(), time.perf_counter()
     held_s = begun.snapshot.waited_s if begun.snapshot is not None else 0.0

@@ -25,6 +25,7 @@ from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.geometry.blocks import Block
 from fastload.geometry.ranges import ByteRange
+from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall
 from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import Layout, LayoutFile
@@ -454,7 +455,7 @@ def commit(
     call: SaveCall,
     plan: SavePlan,
     result: WriteResult,
-    metadata: Mapping[str, str],
+    agreed: SaveAgreement,
     delta: Delta | None = None,
 ) -> PerRankFiles:
     """Writes the index, the ranks' own values and the commit record, and publishes the checkpoint.
@@ -463,7 +464,7 @@ def commit(
         call: The leader's call.
         plan: Its plan.
         result: What the ranks have written.
-        metadata: The user's text.
+        agreed: The agreement of the ranks.
         delta: The base, if the files are those of a delta.
 
     Returns:
@@ -485,8 +486,9 @@ def commit(
             *map(partial(_record_own, layout.block_bytes), own.files, own.contents),
         ),
         state=structure,
-        metadata=metadata,
+        metadata=agreed.metadata,
         delta=delta,
+        strides={**agreed.strides, **own.strides},
     )
     small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
     small_files += zip((file.name for file in own.files), own.contents, strict=True)

@@ -479,4 +479,4 @@ def test_what_torch_would_not_read_is_not_written(tmp_path: Path) -> None:
         fastload.save({kept: state[kept]}, tmp_path / kept)
         manifest = fastload.inspect(tmp_path / kept)
         with pytest.raises(OptionError, match=says) if says else nullcontext():
-            lay_out_torch(manifest.structure, manifest.tensors)
+            lay_out_torch(manifest.structure, manifest.tensors, {})

@@ -1,6 +1,6 @@
 """Lays out a file of torch.save before its tensors are loaded. Pure, identical on all ranks.
 
-``torch.load(weights_only=True)`` reads it. Tensors are contiguous, each in a storage of its own.
+``torch.load(weights_only=True)`` reads it. Tensors have no gaps, and each has a storage of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fastload.formats.state import leaves
 from fastload.formats.torch_save.archive import ZipRecord, directory_text, local_header, place
 from fastload.formats.torch_save.state import TYPED_STORAGES
 from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
+from fastload.geometry.box import row_major
 
 _MOST_NAMES = 20
 _TYPED = {dtype: getattr(torch, name) for name, dtype in TYPED_STORAGES.items()}
@@ -68,12 +69,15 @@ class TorchLayout:
         yield self.nbytes, directory_text(sums, self.nbytes)
 
 
-def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout:
+def lay_out_torch(
+    structure: Any, entries: Sequence[TensorEntry], strides: Mapping[str, Sequence[int]]
+) -> TorchLayout:
     """Returns the layout of a state in a file.
 
     Args:
         structure: The structure of the state; None for a dict of the tensors by name.
         entries: The tensors that were stored.
+        strides: Strides of tensors without gaps, in elements, by name; the others are row-major.
 
     Raises:
         OptionError: ``torch.load(weights_only=True)`` does not read some value of the state.
@@ -86,7 +90,8 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
     stand_ins: dict[str, Tensor] = {}
     for entry in entries:
         dtype, shape = torch_spec(entry)
-        stand_ins[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
+        of_entry = strides.get(entry.name, row_major(shape))
+        stand_ins[entry.name] = torch.empty_strided(shape, of_entry, dtype=dtype, device="meta")
     state = decode_state(structure, stand_ins) if structure is not None else stand_ins
     keys = {stand_in.untyped_storage()._cdata: str(key) for key, stand_in in enumerate(stand_ins.values())}
     small, at = [], 0
