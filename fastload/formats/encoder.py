@@ -109,7 +109,7 @@ def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     dense = {
         name: dense_strides(tensor.shape, tensor.stride())
         for name, tensor in plain.items()
-        if NAMES[tensor.dtype] != "F4"  # which is stored in another shape
+        if tensor.numel() and NAMES[tensor.dtype] != "F4"  # which is stored in another shape
     }
     found = {name: strides for name, strides in dense.items() if strides != row_major(plain[name].shape)}
     return found if any(_is_permuted(plain[name].shape, strides) for name, strides in found.items()) else {}

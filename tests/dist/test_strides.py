@@ -35,6 +35,7 @@ def _state() -> dict[str, Any]:
         "with_gaps": torch.randn(9, 12, generator=generator).t()[2:5],
         "expanded": torch.randn(1, 6, generator=generator).expand(4, 6),
         "plain": torch.randn(3, 4, generator=generator),
+        "empty": torch.randn(1, 3, 0, 1).permute(3, 1, 2, 0),
     }
 
 
