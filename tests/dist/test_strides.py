@@ -47,8 +47,8 @@ def _strides(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _expected() -> dict[str, tuple[int, ...]]:
-    # Gaps are not kept, but the order of the dimensions is; expanded tensors have none.
-    return _strides(_state()) | {"with_gaps": (1, 3), "expanded": (6, 1)}
+    # Gaps are not kept, but the order of the dimensions is; expanded and empty tensors have none.
+    return _strides(_state()) | {"with_gaps": (1, 3), "expanded": (6, 1), "empty": (3, 1, 1, 1)}
 
 
 def _assert_restored(found: dict[str, Any]) -> None:
