@@ -131,7 +131,10 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         if not problem:
             if reason := _why_complete(call, base, plan.state.layout):
                 return replace(complete, why_complete=reason)
-            found, problem = _find(call, plan, snapshot, base)
+            in_place = None
+            if snapshot is None and agreed.shard_map.is_replicated:
+                in_place = _in_place(plan)
+            found, problem = _find(call, plan, snapshot, base, in_place)
         if problem:
             return _complete(call, complete, "", problem)
         return _plan(call, plan, agreed, base, found)
@@ -261,9 +264,20 @@ class _FoundBlocks(NamedTuple):
 
 
 def _find(
-    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base
+    call: SaveCall,
+    plan: SavePlan,
+    snapshot: Snapshot | None,
+    base: Base,
+    in_place: Mapping[int, memoryview] | None,
 ) -> tuple[dict[int, _FoundBlocks], str]:
     """Compares with the base on all ranks.
+
+    Args:
+        call: This rank's call.
+        plan: Its plan of a complete save.
+        snapshot: The bytes that it contributes; None reads them from the state.
+        base: The base.
+        in_place: From `_in_place`; None to copy the bytes of the share.
 
     Returns:
         The blocks of this rank's share by the first number, and why some rank cannot read the base, if so.
@@ -282,7 +296,7 @@ def _find(
         if snapshot is not None:
             snapshot.await_copies()
         assembler.open()
-        comparer.run(plan.share, assembler, _in_place(plan) if snapshot is None else None)
+        comparer.run(plan.share, assembler, in_place)
         assembler.finish()
         if snapshot is not None:
             snapshot.require_unchanged()
@@ -300,8 +314,6 @@ def _find(
 def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
     """Returns the tensors of a rank's share by number; None if some cannot be read without a copy."""
     layout, found = plan.state.layout, dict[int, memoryview]()
-    if plan.depths.exchanges:
-        return None
     within = (layout.space.overlapping(each.file, each.offset, each.end) for each in plan.share.ranges)
     for number in {number for of_range in within for number, *_ in of_range}:
         view = plan.state.reader.view(number)
@@ -355,8 +367,13 @@ class _Comparer:
             part = share.parts[index]
             if in_place is None:
                 blocks = cutter.feed(part, source.part(index))
+            elif index in share.tails:
+                source.part(
+                    index
+                )  # which another rank sends all the same; blocks are compared as they are here
+                blocks = []
             else:
-                blocks = [] if index in share.tails else self._cut(part, in_place)
+                blocks = self._cut(part, in_place)
             return partial(self._compare, blocks) if blocks else None
 
         work_on_parts(self._world, self._workers, share.parts, source.depth, begin, self._late)

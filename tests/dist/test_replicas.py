@@ -1,0 +1,200 @@
+"""Ranks whose replicas differ: whatever is saved loads again, and the difference is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import fastload
+from fastload import SaveOptions
+from fastload.storage import s3
+from tests.dist.harness import ranks, run_ranks
+from tests.dist.hosts import can_mount, mount_disk
+from tests.dist.test_memory_flush import steps_in
+from tests.dist.test_memory_tier import ROOT, crash, keep, manage
+from tests.dist.test_sharded import placed
+from tests.storage.s3_server import BUCKET, s3_server
+
+RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
+OPTIONS = SaveOptions(timeout_s=20, writers="all", check_replicas="off")
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
+SHAPES = {"w0": (411, 511), "w1": (3, 5), "w2": (1023, 257), "w3": (511, 129)}  # 2.2 MB in all
+
+
+def replica(rank: int, seed: int = 0) -> dict[str, Tensor]:
+    """Large tensors that are others on each rank, and a small one that is not."""
+    random = torch.Generator().manual_seed(seed * 100 + rank)
+    return {
+        name: torch.randn(shape, generator=random) if name != "w1" else torch.ones(shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+def check(path: Path | str, world: int, *seeds: int, **storage: Any) -> None:
+    """Loads and verifies a checkpoint, of which each element has to be that of some rank."""
+    dist.barrier()
+    check_state(fastload.load(path, **storage), world, *seeds)
+    fastload.verify(path, **storage)
+    dist.barrier()
+
+
+def check_state(loaded: Mapping[str, Tensor], world: int, *seeds: int) -> None:
+    known = [replica(rank, seed) for rank in range(world) for seed in seeds or (0,)]
+    for name in SHAPES:
+        from_some = torch.stack([loaded[name] == one[name] for one in known]).any(0)
+        assert from_some.all(), f"{name}: {int((~from_some).sum())} elements are from no rank"
+
+
+def save(state: Any, path: Path | str, how: str, options: SaveOptions = OPTIONS) -> None:
+    if how == "now":
+        fastload.save(state, path, options=options)
+    else:
+        fastload.async_save(state, path, options=replace(options, snapshot=how)).wait(20)
+
+
+HOW = ("now", "block", "overlap")
+
+
+@ranks(2, 3)
+def test_what_they_hold_completely_loads(rank: int, world: int, tmp_path: Path) -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "compared": {"check_replicas": "small"},
+        "short blocks": {"block_bytes": 4096},
+        "blocks of several shares": {"block_bytes": 1 << 20},
+        "several files": {"max_shard_bytes": 1 << 20},
+        "fewer writers": {"writers": 2},
+        "parts": {"parts": True},
+        "little memory": {"staging_bytes": 1 << 18},
+    }
+    for name, changes in cases.items():
+        for how in HOW:
+            path = tmp_path / f"{name} {how}"
+            save(replica(rank), path, how, replace(OPTIONS, **changes))
+            check(path, world)
+
+
+@ranks(4, ranks_per_host=2)
+def test_what_the_first_ranks_of_hosts_write_loads(rank: int, world: int, tmp_path: Path) -> None:
+    for how in HOW:
+        save(replica(rank), tmp_path / how, how, replace(OPTIONS, writers="host"))
+        check(tmp_path / how, world)
+
+
+def shards(rank: int, placements: list[Any], seed: int = 0) -> dict[str, Any]:
+    """Shards of this rank's own replica, next to tensors that it holds completely."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = replica(rank, seed)
+    return {name: placed(whole[name], mesh, placements) if name != "w3" else whole[name] for name in whole}
+
+
+@ranks(4)
+def test_what_they_hold_as_shards_loads(rank: int, world: int, tmp_path: Path) -> None:
+    all_placements: list[list[Any]] = [
+        [Replicate(), Shard(0)],
+        [Replicate(), Shard(1)],
+        [Shard(0), Replicate()],
+        [Replicate(), Replicate()],
+    ]
+    for number, placements in enumerate(all_placements):
+        for how in HOW:
+            for writers in ("all", 3):
+                path = tmp_path / f"{number} {how} {writers}"
+                save(shards(rank, placements), path, how, replace(OPTIONS, writers=writers))
+                check(path, world)
+
+
+@ranks(3)
+def test_what_comes_one_by_one_loads(rank: int, world: int, tmp_path: Path) -> None:
+    fastload.save_stream(replica(rank).items(), tmp_path / "a", spool=tmp_path, options=OPTIONS)
+    check(tmp_path / "a", world)
+
+
+def changed(rank: int) -> dict[str, Tensor]:
+    """A state of which a part differs from `replica`, on each rank in another way."""
+    state = replica(rank)
+    new = replica(rank, seed=1)
+    for name in ("w0", "w2"):
+        state[name][::17] = new[name][::17]
+    return state
+
+
+@ranks(3)
+def test_deltas_load(rank: int, world: int, tmp_path: Path) -> None:
+    save(replica(rank), tmp_path / "base", "now")
+    for how in HOW:
+        options = replace(OPTIONS, base=tmp_path / "base")
+        save(changed(rank), tmp_path / how, how, options)
+        check(tmp_path / how, world, 0, 1)
+        odd = {name: tensor.t() if rank == 1 else tensor for name, tensor in changed(rank).items()}
+        odd = {name: tensor.contiguous().t() if rank == 1 else tensor for name, tensor in odd.items()}
+        save(odd, tmp_path / f"{how} with strides", how, options)  # not read in place on one rank
+        check(tmp_path / f"{how} with strides", world, 0, 1)
+        into = replica(rank)
+        fastload.load(tmp_path / how, into=into)
+        check_state(into, world, 0, 1)
+
+
+@ranks(4)
+def test_deltas_of_shards_load(rank: int, world: int, tmp_path: Path) -> None:
+    placements = [Replicate(), Shard(0)]
+    save(shards(rank, placements), tmp_path / "base", "now")
+    for how in HOW:
+        save(shards(rank, placements, seed=1), tmp_path / how, how, replace(OPTIONS, base=tmp_path / "base"))
+        check(tmp_path / how, world, 0, 1)
+
+
+@ranks(3, ranks_per_host=1, deadline_s=90)
+def test_what_is_kept_in_memory_loads(rank: int, world: int, tmp_path: Path) -> None:
+    """From all hosts, with one of them lost, and after it was written to storage."""
+    memory = tmp_path / "memory"
+    state: Callable[[int], dict[str, Any]] = lambda step: {**replica(rank, step), "step": step}  # noqa: E731
+    given = {"options": OPTIONS, "memory_copies": 2}
+    with manage(tmp_path, memory, **given) as manager:
+        keep(manager, 1, state=state)
+        crash(manager)
+    with manage(tmp_path, memory, **given) as manager:
+        found = manager.restore()
+        assert manager.restored_from == "memory"
+        check_state(found, world, 1)
+        keep(manager, 2, state=state)
+    assert steps_in(tmp_path) == [2]
+    check(tmp_path / ROOT / "step_00000002", world, 2)
+
+
+@needs_mounts
+@ranks(4)
+def test_copies_of_hosts_load_or_are_not_made(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    disk = mount_disk(tmp_path / "disk", tmp_path / "disks", rank // 2)
+    options = replace(OPTIONS, shared=False)
+    for how in HOW:
+        save(replica(rank), disk / how, how, options)
+        check(disk / how, world)
+
+
+def save_to(rank: int, world: int, url: str, folder: Path, storage: Any) -> None:
+    s3._PART_BYTES = 1 << 20  # which this server takes
+    for how, save in (("now", fastload.save), ("later", save_later)):
+        report = save(replica(rank), f"{url}/{how}", storage_options=storage, options=OPTIONS)
+        assert sum(one.bytes_written > 0 for one in report.ranks) > 1
+        check(folder / how, world)  # the server does not answer requests for ranges as S3 does
+
+
+def save_later(*given: Any, **more: Any) -> fastload.SaveReport:
+    return fastload.async_save(*given, **more).wait(20)
+
+
+def test_what_goes_to_an_object_store_loads(tmp_path: Path) -> None:
+    with s3_server(tmp_path / "server") as storage:
+        folder = tmp_path / "server" / BUCKET / "replicas"
+        run_ranks(save_to, 3, url=f"s3://{BUCKET}/replicas", folder=folder, storage=storage)
