@@ -6,7 +6,8 @@ agree on the state, on which rank holds which bytes, and on which host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,7 +19,7 @@ from fastload.base.memory import uncollected
 from fastload.comm.failures import require_same
 from fastload.comm.group import members_of
 from fastload.comm.world import World
-from fastload.errors import OptionError, PlanMismatch, first_lines
+from fastload.errors import OptionError, PlanMismatch, ReplicaMismatch, first_lines
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import Box
@@ -26,23 +27,37 @@ from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
+    ShardDigests,
     StateContent,
     compare_shards,
     differing_groups,
     digest_by_holders,
-    digest_shards,
     require_same_content,
     small_tensors,
 )
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
-from fastload.saving.merge import NOTHING_SAVED, MergedState, merge_states, pack_boxes, pack_state
+from fastload.saving.merge import (
+    NOTHING_SAVED,
+    HeldBoxes,
+    MergedState,
+    merge_states,
+    pack_boxes,
+    pack_state,
+)
 from fastload.saving.per_rank import pack_own
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
 
+_log = logging.getLogger(__name__)
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # likewise, if the bytes have to be sent to the writer
 
+_DIFFERENT = "replicas of these tensors differ, and the checkpoint has a mixture of them:"
+_HOW_TO_STOP = "With check_replicas='full' that is an error. Each tensor is named once."
+_ONE_NAME = "Different tensors, such as the experts of each rank, need different names."
+
+_told: dict[str, set[str]] = {}
+"""Folder of checkpoints → names of tensors in it whose replicas differ, and that a warning has named."""
 _last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
 
 
@@ -57,7 +72,8 @@ class RankState:
         own: This rank's own values, packed; empty without any.
         shard_map: Which ranks hold which bytes, by placements on meshes of all ranks, assuming that all have
             the same state; None if placements do not tell.
-        small: Digests of small shards that other ranks hold, too; see `compare.digest_shards`.
+        digests: Digests of shards that other ranks hold, too; see `compare.ShardDigests`. Small plain tensors
+            are compared with the content.
     """
 
     content: StateContent
@@ -65,7 +81,7 @@ class RankState:
     reader: StateReader
     own: bytes
     shard_map: ShardMap | None
-    small: bytes = b""
+    digests: bytes = b""
 
 
 @uncollected
@@ -86,33 +102,46 @@ def describe(call: SaveCall, state: Any) -> RankState:
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options, call.stem)
     reader = StateReader(layout, tensors, description.uncounted, description.shards)
-    shard_map, small = _predict_shards(world, tensors, layout, reader, options)
-    call.tracing.follow({"snapshot": reader.watch})
-    compared = {}
+    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+    shard_map = _predict_shards(world, tensors, sharded, layout, reader, options)
+    compared, digests = {}, b""
     if options.check_replicas == "small":
         compared = small_tensors(specs, tensors, description.starts)
     content = StateContent(description.structure, layout.digest, specs, compared)
+    if options.check_replicas == "small" and shard_map is not None and world.size > 1:
+        skip = lambda name: name not in sharded  # noqa: E731
+        digests = _how(call, content).of(layout, shard_map, reader, world.rank, skip=skip)
+    call.tracing.follow({"snapshot": reader.watch})
     own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
-    return RankState(content, layout, reader, own, shard_map, small)
+    return RankState(content, layout, reader, own, shard_map, digests)
+
+
+def _how(call: SaveCall, content: StateContent, complete: Collection[str] = ()) -> ShardDigests:
+    # Ranks with other forms are refused, and a form has the numbers of steps.
+    return ShardDigests(call.options.check_replicas, f"{call.occasion} {content.form}", complete)
 
 
 def _predict_shards(
-    world: World, tensors: Mapping[str, Tensor], layout: Layout, reader: StateReader, options: SaveOptions
-) -> tuple[ShardMap | None, bytes]:
-    """Returns the shard map if placements tell it, and digests of small shards.
+    world: World,
+    tensors: Mapping[str, Tensor],
+    sharded: Mapping[str, Tensor],
+    layout: Layout,
+    reader: StateReader,
+    options: SaveOptions,
+) -> ShardMap | None:
+    """Returns the shard map if placements tell it.
 
     Raises:
         OptionError: A DTensor does not match its placements.
     """
-    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     if not sharded and not options.parts:
-        return ShardMap(layout, world.size), b""
+        return _shard_map(layout, world.size, None)
     group = DTensorRanks(members_of(world.group), place="the state", call="save")
     problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
     if problems:
         raise OptionError("the state cannot be saved: " + "\n  ".join(first_lines(problems)))
     if options.parts:
-        return None, b""
+        return None
     boxes: dict[str, BoxesByRank] = {}
     for name, tensor in tensors.items():
         if name not in sharded:
@@ -120,15 +149,11 @@ def _predict_shards(
         elif (of_all := group.boxes_of_all(tensor)) is not None:
             boxes[name] = of_all
         else:
-            return None, b""
-    shard_map, small = _shard_map(layout, world.size, boxes), b""
-    if options.check_replicas == "small":
-        skip = lambda name: name not in sharded  # noqa: E731  (plain tensors are compared with the content)
-        small = digest_shards(layout, shard_map, reader, world.rank, how="small", skip=skip)
-    return shard_map, small
+            return None
+    return _shard_map(layout, world.size, boxes)
 
 
-def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank]) -> ShardMap:
+def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> ShardMap:
     """Returns the shard map of the last save if it fits, else a new one."""
     found = next((each for each in _last_map[:] if each.is_of(layout, num_ranks, boxes)), None)
     if found is None:
@@ -208,8 +233,8 @@ def agree(
             "content": state.content.digests(),
             "metadata": call.metadata if world.rank == 0 else {},
             "shards": shard_map.digest if shard_map is not None else "",
-            "small": digest_by_holders(shard_map, world.rank, state.small)
-            if shard_map and state.small
+            "digests": digest_by_holders(shard_map, world.rank, state.digests)
+            if shard_map and state.digests
             else {},
             "went_on": went_on,
         }
@@ -218,18 +243,20 @@ def agree(
     [state] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
-    shard_map = state.shard_map if _predicted_the_same(ranks) else None
+    shard_map, complete = state.shard_map if _predicted_the_same(ranks) else None, frozenset[str]()
+    is_merged = shard_map is None
     if shard_map is not None:
         require_same_content(world, what, state.content, [each["content"] for each in ranks])
-        if how == "small" and differing_groups([each["small"] for each in ranks]):
-            compare_shards(world, state.layout, shard_map, lambda: state.small, what=what)
     else:
         _require_no_prediction(ranks)
-        state, shard_map = _merge_states(call, state)
-        if how == "small":
-            _compare(call, state, shard_map, what)
-    if how == "full":
-        _compare(call, state, shard_map, what)
+        state, shard_map, complete = _merge_states(call, state)
+    compared = _how(call, state.content, complete)
+    digest = partial(compared.of, state.layout, shard_map, state.reader, world.rank)
+    if how == "small" and not is_merged:
+        if differing_groups([each["digests"] for each in ranks]):
+            _compare(call, state, shard_map, compared, lambda: state.digests, what)
+    elif how != "off":
+        _compare(call, state, shard_map, compared, digest, what)
     hosts = [each["host"] for each in ranks]
     return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"])
 
@@ -247,11 +274,34 @@ def _agreement(
     return SaveAgreement(hosts, num_writers, metadata, shard_map)
 
 
-def _compare(call: SaveCall, state: RankState, shard_map: ShardMap, what: str) -> None:
-    """Compares shards that several ranks hold."""
-    world, layout, how = call.world, state.layout, call.options.check_replicas
-    digest = partial(digest_shards, layout, shard_map, state.reader, world.rank, how=how)
-    compare_shards(world, layout, shard_map, digest, what=what)
+def _compare(
+    call: SaveCall,
+    state: RankState,
+    shard_map: ShardMap,
+    how: ShardDigests,
+    digest: Callable[[], bytes],
+    what: str,
+) -> None:
+    """Compares shards that several ranks hold.
+
+    Samples of replicas that differ are a warning: the checkpoint loads, and the training has this problem
+    without it. With `SaveOptions.parts` nothing says that tensors of one name are replicas.
+
+    Raises:
+        ReplicaMismatch: Shards differ that were compared completely, or that may be different tensors.
+    """
+    found = compare_shards(call.world, state.layout, shard_map, how, digest, what=what)
+    if found is None:
+        return
+    if call.options.parts or not all(is_sample for *_, is_sample in found.of_tensors):
+        head = "the ranks hold different tensors, so nothing was saved:"
+        hint = [_ONE_NAME] if call.options.parts or how.complete else []
+        raise ReplicaMismatch("\n".join([head, *found.lines(), *hint]))
+    told = _told.setdefault(call.occasion.rpartition("/")[0], set())
+    names = {name for name, *_ in found.of_tensors}
+    if call.world.rank == 0 and not names <= told:
+        _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(found.lines()), _HOW_TO_STOP)
+    told |= names
 
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -271,28 +321,33 @@ def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap]:
-    """Gathers and merges the parts of the state that the ranks hold; raises as `gather_states`."""
+def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap, frozenset[str]]:
+    """Gathers and merges the parts of the state that the ranks hold; raises as `gather_states`.
+
+    Returns:
+        The merged state, which ranks hold which bytes, and the tensors of which ranks on different meshes
+        hold the same elements.
+    """
     content, reader = state.content, state.reader
     merged = gather_states(
         call.world,
         call.what,
         pack_state(content.structure, content.specs),
-        lambda: {spec.name: reader.boxes(spec.name) for spec in content.specs},
+        lambda: {spec.name: reader.held(spec.name) for spec in content.specs},
         lambda specs: lay_out_files(specs, call.options, call.stem),
     )
     assert merged is not None
     layout = merged.layout
     content = StateContent(merged.structure, layout.digest, merged.specs, {})
     state = replace(state, content=content, layout=layout, reader=reader.with_layout(layout))
-    return state, merged.shard_map
+    return state, merged.shard_map, merged.of_several_meshes
 
 
 def gather_states(
     world: World,
     what: str,
     form: bytes,
-    boxes: Callable[[], Mapping[str, tuple[Box, ...]]],
+    held: Callable[[], Mapping[str, HeldBoxes]],
     lay_out: Callable[[Sequence[TensorSpec]], Layout],
     outcome: str = NOTHING_SAVED,
 ) -> MergedState | None:
@@ -302,7 +357,7 @@ def gather_states(
         world: The ranks.
         what: Name of the call, for messages.
         form: The `pack_state` of this rank; empty if it has no part.
-        boxes: Returns the boxes that this rank holds of each tensor, by name.
+        held: Returns the boxes that this rank holds of each tensor, by name.
         lay_out: As for `merge_states`.
         outcome: Likewise.
 
@@ -315,5 +370,5 @@ def gather_states(
     """
     what = f"{what}: gathering the parts of the state"
     forms = world.gather_bytes(what, lambda: form)
-    packed = world.gather_bytes(what, lambda: pack_boxes(boxes()))
+    packed = world.gather_bytes(what, lambda: pack_boxes(held()))
     return merge_states(forms, packed, lay_out, outcome)

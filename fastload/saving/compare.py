@@ -11,6 +11,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
 
@@ -37,13 +38,15 @@ _Replica = tuple[int, MappedShard]  # number of the tensor, and the shard
 _MAX_NUM = 1024  # a few milliseconds
 _MAX_BYTES = 64 << 10  # of one tensor
 _MAX_BYTES_OF_ALL = 4 << 20
+_SAMPLE_PART = 128  # of a large shard, for all of its holders together, one in so many bytes is compared
+_LEAST_SAMPLE_BYTES, _MOST_SAMPLE_BYTES = 16, 1 << 20
 _MAX_SHOWN_BYTES = 32
 _NUM_SHOWN = 20
 _NUM_OF_A_LIST = 3
 _NUMBERS = {"BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"}
 _HINT = "What each rank has of its own goes into a fastload.PerRank."
 _HOW_TO_MERGE = "Parts of one state, such as the stages of a pipeline: SaveOptions(parts=True) merges them."
-_HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and any rank's are saved."
+_HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and a mixture of all ranks' is saved."
 
 
 def small_tensors(
@@ -98,11 +101,16 @@ class StateContent:
     specs: Sequence[TensorSpec]
     small: Mapping[str, bytes]
 
+    @cached_property
+    def form(self) -> str:
+        """Digest of structure and layout."""
+        form = json.dumps([self.structure, self.layout], separators=(",", ":")).encode()
+        return xxhash.xxh3_128_hexdigest(form)
+
     def digests(self) -> list[str]:
         """Returns digests of structure and layout, and of the small tensors."""
-        form = json.dumps([self.structure, self.layout], separators=(",", ":")).encode()
         small = b"".join([*map(str.encode, self.small), *self.small.values()])
-        return [xxhash.xxh3_128_hexdigest(form), xxhash.xxh3_128_hexdigest(small)]
+        return [self.form, xxhash.xxh3_128_hexdigest(small)]
 
     def to_bytes(self) -> bytes:
         """Packs it for other ranks."""
@@ -251,46 +259,116 @@ def _values(spec: TensorSpec, data: bytes) -> str:
     return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
 
 
-def digest_shards(
-    layout: Layout,
-    shard_map: ShardMap,
-    reader: StateReader,
-    rank: int,
-    *,
-    how: str,
-    skip: Callable[[str], bool] = lambda _: False,
-) -> bytes:
-    """Returns the xxh3-64 of each shard that this rank shares with others, in order; 0 for shards left out.
+@dataclass(frozen=True)
+class ShardDigests:
+    """How the ranks compare the shards that several of them hold. Pure, the same on all ranks.
 
-    Args:
-        layout: The files.
-        shard_map: Which ranks hold which bytes.
-        reader: Reads this rank's tensors.
-        rank: This rank.
-        how: ``small``: only small shards in host memory, for a few milliseconds; or ``full``.
-        skip: Whether to leave out a tensor, by its name.
+    Attributes:
+        how: ``full`` compares all shards completely; ``small`` small ones in host memory, as far as that
+            takes a few milliseconds, and of each large one there a sample.
+        occasion: Differs from save to save, and moves the samples.
+        complete: Tensors that are compared completely, whatever `how` is.
     """
-    digests, memory = bytearray(), None
-    nums: Counter[Sequence[int]] = Counter()
-    sizes: Counter[Sequence[int]] = Counter()
-    for number, shard in shard_map.replicated(rank):
-        name, nbytes = layout.space.ranges[number].name, shard.runs.total
-        is_small = nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders])
-        is_cheap = is_small and nums[shard.holders] < _MAX_NUM and reader.is_in_host_memory(name)
-        if skip(name) or (how == "small" and not is_cheap):
-            digests += _UNKNOWN
-            continue
-        nums[shard.holders] += 1
-        sizes[shard.holders] += nbytes
-        memory = memory if memory is not None else allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
-        hasher = xxhash.xxh3_64()
-        for begin in range(0, nbytes, _BUFFER_BYTES):
-            end = min(begin + _BUFFER_BYTES, nbytes)
-            reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
-            reader.settle()
-            hasher.update(host_view(memory[: end - begin]))
-        digests += hasher.digest()
-    return bytes(digests)
+
+    how: str
+    occasion: str = ""
+    complete: Collection[str] = ()
+
+    def is_complete(self, name: str, shard: MappedShard) -> bool:
+        """Whether a shard is compared completely, if at all."""
+        return self.how == "full" or name in self.complete or shard.runs.total <= _MAX_BYTES
+
+    def of(
+        self,
+        layout: Layout,
+        shard_map: ShardMap,
+        reader: StateReader,
+        rank: int,
+        *,
+        skip: Callable[[str], bool] = lambda _: False,
+    ) -> bytes:
+        """Returns the xxh3-64 of each shard that a rank shares with others, in order; 0 if left out.
+
+        Args:
+            layout: The files.
+            shard_map: Which ranks hold which bytes.
+            reader: Reads this rank's tensors.
+            rank: This rank.
+            skip: Whether to leave out a tensor's shards that are small, by its name.
+        """
+        seed = xxhash.xxh3_64_intdigest(self.occasion.encode())
+        shards = shard_map.replicated(rank)
+        digests, samples = bytearray(_DIGEST_BYTES * len(shards)), list[tuple[int, ShardRange]]()
+        nums: Counter[Sequence[int]] = Counter()
+        sizes: Counter[Sequence[int]] = Counter()
+        memory = None
+        for at, (number, shard) in enumerate(shards):
+            name, nbytes = layout.space.ranges[number].name, shard.runs.total
+            if not self.is_complete(name, shard):
+                if reader.is_in_host_memory(name):
+                    samples.append((at, _sample(number, shard, seed)))
+                continue
+            if self.how != "full" and name not in self.complete:
+                is_small = nbytes <= _MAX_BYTES_OF_ALL - sizes[shard.holders]
+                is_cheap = is_small and nums[shard.holders] < _MAX_NUM and reader.is_in_host_memory(name)
+                if skip(name) or not is_cheap:
+                    continue
+            nums[shard.holders] += 1
+            sizes[shard.holders] += nbytes
+            if memory is None:
+                memory = allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
+            digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = _digest(reader, number, shard, memory)
+        for at, digest in _digest_samples(reader, samples):
+            digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = digest
+        return bytes(digests)
+
+
+def _sample(number: int, shard: MappedShard, seed: int) -> ShardRange:
+    """Returns the bytes of a large shard that its holders compare."""
+    nbytes = shard.runs.total
+    length = nbytes // (_SAMPLE_PART * len(shard.holders))
+    length = min(max(length, _LEAST_SAMPLE_BYTES), _MOST_SAMPLE_BYTES)
+    spot = xxhash.xxh3_64_intdigest(b"%d %d" % (number, shard.runs.start), seed)
+    begin = spot % (nbytes - length + 1)
+    return ShardRange(number, shard, begin, begin + length)
+
+
+def _digest(reader: StateReader, number: int, shard: MappedShard, memory: Tensor) -> bytes:
+    hasher, nbytes = xxhash.xxh3_64(), shard.runs.total
+    for begin in range(0, nbytes, _BUFFER_BYTES):
+        end = min(begin + _BUFFER_BYTES, nbytes)
+        reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
+        reader.settle()
+        hasher.update(host_view(memory[: end - begin]))
+    return hasher.digest()
+
+
+def _digest_samples(
+    reader: StateReader, samples: Sequence[tuple[int, ShardRange]]
+) -> Iterator[tuple[int, bytes]]:
+    """Yields the digests of ranges in host memory, each with its number; reads many at once."""
+    lengths = (each.end - each.begin for _, each in samples)
+    memory = torch.empty(min(sum(lengths), _BUFFER_BYTES), dtype=torch.uint8)
+    waiting: list[tuple[int, ShardRange]] = []
+    end = 0
+
+    def flush() -> Iterator[tuple[int, bytes]]:
+        reader.copy([each for _, each in waiting], memory[:end])
+        view, begin = host_view(memory), 0
+        for at, each in waiting:
+            nbytes = each.end - each.begin
+            yield at, xxhash.xxh3_64_digest(view[begin : begin + nbytes])
+            begin += nbytes
+
+    for at, each in samples:
+        nbytes = each.end - each.begin
+        if end + nbytes > len(memory):
+            yield from flush()
+            waiting, end = [], 0
+        waiting.append((at, each))
+        end += nbytes
+    if waiting:
+        yield from flush()
 
 
 def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[str, str]:
@@ -299,7 +377,7 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
     Args:
         shard_map: Which ranks hold which shards.
         rank: This rank.
-        digests: From `digest_shards`.
+        digests: From `ShardDigests.of`.
     """
     found: dict[Sequence[int], bytearray] = defaultdict(bytearray)
     for shard, digest in _by_shard(shard_map, rank, digests):
@@ -311,20 +389,48 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
     }
 
 
+@dataclass(frozen=True)
+class Differences:
+    """The shards that are not the same on all of their holders; the same on all ranks.
+
+    Attributes:
+        of_tensors: The first ones: name of the tensor, the ranks that differ, and whether only a sample was
+            compared.
+        num: Number of all, at least.
+    """
+
+    of_tensors: Sequence[tuple[str, str, bool]]
+    num: int
+
+    def lines(self) -> list[str]:
+        """Describes them, one in a line."""
+        lines = [f"  {name}: {ranks}" for name, ranks, _ in self.of_tensors]
+        return lines + ([f"  and at least {self.num - len(lines)} more"] if self.num > len(lines) else [])
+
+
 def compare_shards(
-    world: World, layout: Layout, shard_map: ShardMap, digest: Callable[[], bytes], *, what: str
-) -> None:
+    world: World,
+    layout: Layout,
+    shard_map: ShardMap,
+    how: ShardDigests,
+    digest: Callable[[], bytes],
+    *,
+    what: str,
+) -> Differences | None:
     """Compares the shards that several ranks hold.
 
     Args:
         world: The ranks.
         layout: The files.
         shard_map: Which ranks hold which bytes.
-        digest: Returns the result of `digest_shards`.
+        how: How they are compared.
+        digest: Returns the result of `ShardDigests.of`.
         what: Name of the step, for messages.
 
+    Returns:
+        The differences; None without any.
+
     Raises:
-        ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
         PeerError: Some rank failed.
     """
     own: dict[_Replica, bytes] = {}
@@ -336,7 +442,7 @@ def compare_shards(
 
     unlike = differing_groups(world.agree(what, summarize))
     if not unlike:
-        return
+        return None
     # Rare: the first holders send all their digests, and the others reply where theirs differ.
     sent = world.gather_bytes(
         what,
@@ -352,14 +458,13 @@ def compare_shards(
         for at, digest_here in few:
             odd[replicated[at]][rank] = digest_here
     if not odd:
-        return  # the ranks hashed different shards
-    lines = [
-        f"  {layout.space.ranges[number].name}: {_odd_ranks(shard.holders, ranks, world.size)}"
-        for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN)
-    ]
-    more = max(len(odd), *(count for count, _ in differing)) - len(lines)
-    lines += [f"  and at least {more} more"] if more > 0 else []
-    raise ReplicaMismatch("the ranks hold different tensors, so nothing was saved:\n" + "\n".join(lines))
+        return None  # the ranks hashed different shards
+    found = []
+    for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN):
+        name = layout.space.ranges[number].name
+        is_sample = not how.is_complete(name, shard)
+        found.append((name, _odd_ranks(shard.holders, ranks, world.size), is_sample))
+    return Differences(found, max(len(odd), *(count for count, _ in differing)))
 
 
 def _differing(

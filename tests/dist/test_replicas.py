@@ -19,6 +19,7 @@ from fastload import SaveOptions
 from fastload.storage import s3
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk
+from tests.dist.test_manager import warned
 from tests.dist.test_memory_flush import steps_in
 from tests.dist.test_memory_tier import ROOT, crash, keep, manage
 from tests.dist.test_sharded import placed
@@ -198,3 +199,164 @@ def test_what_goes_to_an_object_store_loads(tmp_path: Path) -> None:
     with s3_server(tmp_path / "server") as storage:
         folder = tmp_path / "server" / BUCKET / "replicas"
         run_ranks(save_to, 3, url=f"s3://{BUCKET}/replicas", folder=folder, storage=storage)
+
+
+# The difference is noticed
+
+
+def same(odd: float = 0.0) -> dict[str, Tensor]:
+    """Replicas that do not differ, but for what is added to a large one."""
+    state = replica(0)
+    state["w2"] += odd
+    return state
+
+
+@ranks(3)
+def test_a_difference_is_a_warning_that_names_tensor_and_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    default = replace(OPTIONS, check_replicas="small")
+    with warned("fastload.saving.agree") as lines:
+        for how in HOW:
+            folder = tmp_path / how
+            folder.mkdir(exist_ok=True)
+            for step in range(3):
+                save({**same(rank == 1), "step": step}, folder / str(step), how, default)
+                check_first(folder / str(step), [same(), same(1.0)])
+            save({**same(rank == 1), "step": 9}, tmp_path / f"{how} off", how, OPTIONS)
+    assert len(lines) == (len(HOW) if rank == 0 else 0), lines
+    for line in lines:
+        assert "w2: rank 1 not as the 2 others" in line
+        assert line.count("rank ") == 1
+        assert "check_replicas='full'" in line
+    for how in HOW:
+        with pytest.raises(fastload.ReplicaMismatch, match="w2: rank 1 not as the 2 others"):
+            save(same(rank == 1), tmp_path / "never", how, replace(OPTIONS, check_replicas="full"))
+    assert not (tmp_path / "never").exists()
+
+
+def check_first(path: Path, known: list[dict[str, Tensor]]) -> None:
+    loaded = fastload.load(path)
+    assert all(torch.stack([loaded[name] == one[name] for one in known]).any(0).all() for name in SHAPES)
+
+
+@ranks(2)
+def test_the_manager_warns_once_for_each_tensor(rank: int, world: int, tmp_path: Path) -> None:
+    options = replace(OPTIONS, check_replicas="small")
+    state: dict[str, Any] = {"a": torch.zeros(300, 300), "b": torch.zeros(300, 300), "step": 0}
+    with (
+        warned("fastload.saving.agree") as lines,
+        manage(tmp_path, tmp_path / "memory", options=options, every_steps=1, keep_last=9) as manager,
+    ):
+        for step in range(1, 7):
+            state["step"] = step
+            state["a"].fill_(step if rank and step > 1 else 0)
+            state["b"].fill_(step if rank and step > 3 else 0)
+            manager.save(step, state)
+            manager.wait()
+            assert len(lines) == (0 if rank else (step > 1) + (step > 3)), (step, lines)
+    if rank == 0:
+        assert "step_00000002" in lines[0]
+        assert "a: rank 1" in lines[0]
+        assert "b: rank 1" in lines[1]
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+@ranks(2)
+def test_samples_move_from_save_to_save(rank: int, world: int, tmp_path: Path) -> None:
+    """So a difference in a part of a tensor is found, in time."""
+    options = replace(OPTIONS, check_replicas="small")
+    state: dict[str, Any] = {"w": torch.zeros(1 << 16), "step": 0}
+    state["w"][: 1 << 13] = rank
+    with warned("fastload.saving.agree") as lines:
+        for step in range(100):
+            num_lines = torch.tensor(len(lines))
+            dist.all_reduce(num_lines)
+            if num_lines:
+                break
+            state["step"] = step
+            fastload.save(state, tmp_path / "same", options=replace(options, overwrite=True))
+    assert step < 99
+
+
+@ranks(3)
+def test_equal_values_are_no_difference(rank: int, world: int, tmp_path: Path) -> None:
+    """Whatever the strides, and whatever else the ranks hold."""
+    options = replace(OPTIONS, check_replicas="small")
+    values = torch.arange(300 * 400, dtype=torch.float32).view(300, 400)
+    with warned("fastload.saving.agree") as lines:
+        for how in HOW:
+            for step in range(5):
+                state = {
+                    "strides": [values, values.t().contiguous().t(), values.repeat(1, 2)[:, :400]][rank],
+                    "odd": torch.ones(70001, dtype=torch.uint8)[: 70001 - 4],
+                    "bytes": torch.arange(100_003).to(torch.uint8),
+                    "lazy": torch.complex(values, values).conj() if rank else torch.complex(values, -values),
+                    "own": fastload.PerRank(torch.full((99_999,), float(rank))),
+                }
+                save(state, tmp_path / f"{how} {step}", how, options)
+    assert lines == []
+
+
+@ranks(4)
+def test_replicas_of_shards_that_differ_are_noticed(rank: int, world: int, tmp_path: Path) -> None:
+    default = replace(OPTIONS, check_replicas="small")
+    for number, placements in enumerate([[Replicate(), Shard(0)], [Replicate(), Shard(1)]]):
+        mesh = init_device_mesh("cpu", (2, 2))
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        with warned("fastload.saving.agree") as lines:
+            for how in HOW:
+                parts = {name: placed(tensor, mesh, placements) for name, tensor in same(rank == 3).items()}
+                save(parts, folder / how, how, default)
+                check_first(folder / how, [same(), same(1.0)])
+        assert len(lines) == (rank == 0), lines
+        assert all("w2: rank 3 not as rank 1" in line for line in lines)
+
+
+# One name for different tensors
+
+
+def own_experts(shape: tuple[int, int]) -> dict[str, Any]:
+    """As ranks number their experts that each begin with 0, on meshes that have no rank in common."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    random = torch.Generator().manual_seed(mesh["ep"].get_local_rank())
+    return {"experts.0": placed(torch.randn(shape, generator=random), mesh["dp"], [Shard(0)])}
+
+
+@ranks(4, same=True)
+def test_experts_of_one_name_are_an_error(rank: int, world: int, tmp_path: Path) -> list[str]:
+    default = replace(OPTIONS, check_replicas="small")
+    told = []
+    for shape in ((4, 2), (512, 512)):
+        for how in HOW:
+            with pytest.raises(fastload.ReplicaMismatch, match=r"experts\.0: rank 1 not as rank 0") as raised:
+                save(own_experts(shape), tmp_path / "never", how, default)
+            told.append(str(raised.value))
+            plain = {"experts.0": torch.full(shape, float(rank)), "router": torch.ones(3)}
+            with pytest.raises(fastload.ReplicaMismatch, match=r"experts\.0: rank 1, 2, 3 not as") as raised:
+                save(plain, tmp_path / "never", how, replace(default, parts=True))
+            told.append(str(raised.value))
+    assert all("need different names" in text for text in told)
+    dist.barrier()
+    assert not any(tmp_path.iterdir())
+    return told
+
+
+@ranks(4)
+def test_replicas_on_several_meshes_are_compared_completely(rank: int, world: int, tmp_path: Path) -> None:
+    """As FSDP next to tensor parallelism leaves parameters that are not in its plan."""
+    default = replace(OPTIONS, check_replicas="small")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def state(odd: bool) -> dict[str, Any]:
+        whole = same()
+        if odd:
+            whole["w2"][1000, 200] += 1  # one element of 263,000
+        return {name: placed(tensor, mesh["dp"], [Shard(0)]) for name, tensor in whole.items()}
+
+    for how in HOW:
+        save(state(False), tmp_path / how, how, default)
+        check_first(tmp_path / how, [same()])
+        with pytest.raises(fastload.ReplicaMismatch, match="w2: rank 3 not as rank 2"):
+            save(state(rank == 3), tmp_path / "never", how, default)
+        save(state(rank == 3), tmp_path / f"{how} off", how, OPTIONS)
+        fastload.verify(tmp_path / f"{how} off")
