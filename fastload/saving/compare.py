@@ -11,7 +11,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -40,6 +40,7 @@ _MAX_BYTES = 64 << 10  # of one tensor
 _MAX_BYTES_OF_ALL = 4 << 20
 _SAMPLE_PART = 128  # of a large shard, for all of its holders together, one in so many bytes is compared
 _LEAST_SAMPLE_BYTES, _MOST_SAMPLE_BYTES = 16, 1 << 20
+_ODD_NUMBER, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio spreads numbers evenly
 _MAX_SHOWN_BYTES = 32
 _NUM_SHOWN = 20
 _NUM_OF_A_LIST = 3
@@ -296,40 +297,61 @@ class ShardDigests:
             rank: This rank.
             skip: Whether to leave out a tensor's shards that are small, by its name.
         """
-        seed = xxhash.xxh3_64_intdigest(self.occasion.encode())
         shards = shard_map.replicated(rank)
-        digests, samples = bytearray(_DIGEST_BYTES * len(shards)), list[tuple[int, ShardRange]]()
-        nums: Counter[Sequence[int]] = Counter()
-        sizes: Counter[Sequence[int]] = Counter()
+        digests = bytearray(_DIGEST_BYTES * len(shards))
         memory = None
-        for at, (number, shard) in enumerate(shards):
-            name, nbytes = layout.space.ranges[number].name, shard.runs.total
-            if not self.is_complete(name, shard):
-                if reader.is_in_host_memory(name):
-                    samples.append((at, _sample(number, shard, seed)))
-                continue
-            if self.how != "full" and name not in self.complete:
-                is_small = nbytes <= _MAX_BYTES_OF_ALL - sizes[shard.holders]
-                is_cheap = is_small and nums[shard.holders] < _MAX_NUM and reader.is_in_host_memory(name)
-                if skip(name) or not is_cheap:
-                    continue
-            nums[shard.holders] += 1
-            sizes[shard.holders] += nbytes
+        for at, (number, shard) in self._complete(layout, shards, reader, skip):
             if memory is None:
                 memory = allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
             digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = _digest(reader, number, shard, memory)
-        for at, digest in _digest_samples(reader, samples):
-            digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = digest
+        if self.how == "small":
+            seed = xxhash.xxh3_64_intdigest(self.occasion.encode())
+            names = layout.space.ranges
+            samples = [
+                (at, _sample(number, shard, nbytes, seed))
+                for at, number, shard, nbytes in _large_shards(shard_map, rank)
+                if names[number].name not in self.complete and reader.is_in_host_memory(names[number].name)
+            ]
+            for at, digest in _digest_samples(reader, samples):
+                digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = digest
         return bytes(digests)
 
+    def _complete(
+        self, layout: Layout, shards: Sequence[_Replica], reader: StateReader, skip: Callable[[str], bool]
+    ) -> Iterator[tuple[int, _Replica]]:
+        """Yields the shards that are compared completely, each with its number."""
+        nums: Counter[Sequence[int]] = Counter()
+        sizes: Counter[Sequence[int]] = Counter()
+        for at, (number, shard) in enumerate(shards):
+            name = layout.space.ranges[number].name
+            if self.how == "full" or name in self.complete:
+                yield at, (number, shard)
+                continue
+            if skip(name) or nums[shard.holders] >= _MAX_NUM or not reader.is_in_host_memory(name):
+                continue
+            nbytes = shard.runs.total
+            if nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders]):
+                nums[shard.holders] += 1
+                sizes[shard.holders] += nbytes
+                yield at, (number, shard)
 
-def _sample(number: int, shard: MappedShard, seed: int) -> ShardRange:
+
+@lru_cache(maxsize=2)  # a training saves states of the same placements
+def _large_shards(shard_map: ShardMap, rank: int) -> list[tuple[int, int, MappedShard, int]]:
+    """Returns the large ones of `ShardMap.replicated`: number there, number of the tensor, shard, length."""
+    found = []
+    for at, (number, shard) in enumerate(shard_map.replicated(rank)):
+        if (nbytes := shard.runs.total) > _MAX_BYTES:
+            found.append((at, number, shard, nbytes))
+    return found
+
+
+def _sample(number: int, shard: MappedShard, nbytes: int, seed: int) -> ShardRange:
     """Returns the bytes of a large shard that its holders compare."""
-    nbytes = shard.runs.total
     length = nbytes // (_SAMPLE_PART * len(shard.holders))
     length = min(max(length, _LEAST_SAMPLE_BYTES), _MOST_SAMPLE_BYTES)
-    spot = xxhash.xxh3_64_intdigest(b"%d %d" % (number, shard.runs.start), seed)
-    begin = spot % (nbytes - length + 1)
+    mixed = (seed + number * _ODD_NUMBER ^ shard.runs.start) * _ODD_NUMBER & _64_BITS
+    begin = (mixed >> 8) % (nbytes - length + 1)  # the low bits are mixed the least
     return ShardRange(number, shard, begin, begin + length)
 
 

@@ -134,7 +134,10 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
             in_place = None
             if snapshot is None and agreed.shard_map.is_replicated:
                 in_place = _in_place(plan)
-            found, problem = _find(call, plan, snapshot, base, in_place)
+            found = _find(call, plan, snapshot, base, in_place)
+            if found.why_complete:
+                return replace(complete, why_complete=found.why_complete)
+            problem = found.problem
         if problem:
             return _complete(call, complete, "", problem)
         return _plan(call, plan, agreed, base, found)
@@ -263,14 +266,30 @@ class _FoundBlocks(NamedTuple):
     changes: PieceChanges | None
 
 
+class _Found(NamedTuple):
+    """The result of the comparison with the base.
+
+    Attributes:
+        blocks: The blocks of this rank's share, by the first number.
+        rows: Number, checksum, values and indices of each block of each rank's share.
+        problem: Why some rank cannot read the base, if so.
+        why_complete: Why there can be no delta, if so.
+    """
+
+    blocks: Mapping[int, _FoundBlocks]
+    rows: Sequence[list[list[int]]] = ()
+    problem: str = ""
+    why_complete: str = ""
+
+
 def _find(
     call: SaveCall,
     plan: SavePlan,
     snapshot: Snapshot | None,
     base: Base,
     in_place: Mapping[int, memoryview] | None,
-) -> tuple[dict[int, _FoundBlocks], str]:
-    """Compares with the base on all ranks.
+) -> _Found:
+    """Compares with the base on all ranks. If there can be a delta, the memory of the snapshot is released.
 
     Args:
         call: This rank's call.
@@ -278,10 +297,6 @@ def _find(
         snapshot: The bytes that it contributes; None reads them from the state.
         base: The base.
         in_place: From `_in_place`; None to copy the bytes of the share.
-
-    Returns:
-        The blocks of this rank's share by the first number, and why some rank cannot read the base, if so.
-        The memory of the snapshot is released if all ranks can.
     """
     world = call.world
     wire = None
@@ -290,7 +305,7 @@ def _find(
         wire, _ = connect(world, what, plan.messages.partners, lambda: None, sends=sends)
     assembler = PartAssembler(world, plan, snapshot, wire)
     comparer = _Comparer(call, plan, base)
-    problem = ""
+    found = _Found(comparer.found)
 
     def work() -> str:
         if snapshot is not None:
@@ -304,11 +319,25 @@ def _find(
 
     try:
         problem = _first_problem(world.settle(f"{call.what}: comparing with {base.manifest.url}", work))
+        found = found._replace(problem=problem)
+        if not problem:
+            what = f"{call.what}: gathering the changes"
+            rows = list(map(_unpack, world.gather_bytes(what, lambda: _pack(comparer.found))))
+            why = _why_copies_differ(rows) if len(plan.leaders) > 1 else ""
+            found = found._replace(rows=rows, why_complete=why)
     finally:
         assembler.close()
-        if comparer.close() and snapshot is not None and not problem:
+        if comparer.close() and snapshot is not None and not found.problem and not found.why_complete:
             snapshot.release()
-    return comparer.found, problem
+    return found
+
+
+def _why_copies_differ(rows: Sequence[list[list[int]]]) -> str:
+    """Returns why the copies of several hosts would not be the same delta; empty if they would."""
+    known: dict[int, list[int]] = {}
+    if all(known.setdefault(row[0], row) == row for of_rank in rows for row in of_rank):
+        return ""
+    return "the replicas of the hosts differ, so their copies would be different deltas"
 
 
 def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
@@ -492,13 +521,9 @@ class _BlockCutter:
 # The plan of a save of the changes
 
 
-def _plan(
-    call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: Mapping[int, _FoundBlocks]
-) -> DeltaPlan:
-    """Gathers how much has changed in which block, and plans the save of the changes."""
-    world, layout, state = call.world, plan.state.layout, plan.state
-    packed = world.gather_bytes(f"{call.what}: gathering the changes", lambda: _pack(found))
-    rows = [_unpack(each) for each in packed]
+def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: _Found) -> DeltaPlan:
+    """Plans the save of the changes."""
+    world, layout, state, rows = call.world, plan.state.layout, plan.state, found.rows
     checksums = _checksums(layout, [rows[rank] for rank in plan.group.members], call.what)
     specs: list[TensorSpec] = []
     boxes: dict[str, Any] = {}
@@ -510,7 +535,7 @@ def _plan(
             specs.append(stored.spec)
             boxes[name] = tuple((stored.boxes(of_rank), (rank,)) for rank, of_rank in runs.items())
             own = [blocks for blocks in runs.get(world.rank, ()) if stored.boxes([blocks])]
-            parts[name] = [(stored.box(blocks), stored.data(blocks, found)) for blocks in own]
+            parts[name] = [(stored.box(blocks), stored.data(blocks, found.blocks)) for blocks in own]
     changes_layout = replace(
         lay_out(
             specs,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastload
 from fastload import SaveOptions
+from fastload.errors import PeerError
 from fastload.storage import s3
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk
@@ -174,13 +175,24 @@ def test_what_is_kept_in_memory_loads(rank: int, world: int, tmp_path: Path) -> 
 
 @needs_mounts
 @ranks(4)
-def test_copies_of_hosts_load_or_are_not_made(rank: int, world: int, tmp_path: Path) -> None:
+def test_copies_of_hosts_load(rank: int, world: int, tmp_path: Path) -> None:
+    """Also deltas of them, and shards of which each host has a replica."""
     (tmp_path / "disk").mkdir(exist_ok=True)
     disk = mount_disk(tmp_path / "disk", tmp_path / "disks", rank // 2)
     options = replace(OPTIONS, shared=False)
     for how in HOW:
         save(replica(rank), disk / how, how, options)
         check(disk / how, world)
+        with pytest.raises(PeerError, match="not the same checkpoint as on rank 0"):
+            save(replica(rank, 1), disk / "never", how, replace(options, base=disk / how))
+        save(replica(0), disk / f"{how} base", how, options)
+        reports: list[fastload.SaveReport] = []
+        chosen = replace(options, base=disk / f"{how} base", on_report=reports.append)
+        save(changed(rank), disk / f"{how} delta", how, chosen)
+        assert "the replicas of the hosts differ" in reports[0].why_complete
+        check(disk / f"{how} delta", world, 0, 1)
+        save(shards(rank, [Replicate(), Shard(0)]), disk / f"{how} shards", how, options)
+        check(disk / f"{how} shards", world)
 
 
 def save_to(rank: int, world: int, url: str, folder: Path, storage: Any) -> None:
