@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -18,6 +20,7 @@ import fastload
 from fastload import SaveOptions
 from fastload.errors import PeerError
 from fastload.storage import s3
+from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk
 from tests.dist.test_manager import warned
@@ -372,3 +375,36 @@ def test_replicas_on_several_meshes_are_compared_completely(rank: int, world: in
             save(state(rank == 3), tmp_path / "never", how, default)
         save(state(rank == 3), tmp_path / f"{how} off", how, OPTIONS)
         fastload.verify(tmp_path / f"{how} off")
+
+
+# Checkpoints of older versions
+
+DOUBT = r"If fastload 0\.2\.0 or older saved it, replicas that differed may be the reason"
+
+
+@ranks(2)
+def test_a_damaged_block_that_two_ranks_may_have_written_says_so(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """None that one rank must have written, no file of another program, and no delta."""
+    state = {"large": torch.zeros(1 << 18), "small": torch.zeros(100)}
+    deltas = replace(OPTIONS, base=tmp_path / "large")
+    for name, more in (("large", 0), ("small", 0), ("delta", 1)):
+        state["large"] += more
+        fastload.save(state, tmp_path / name, options=deltas if more else OPTIONS)
+    if rank == 0:
+        (tmp_path / "other").mkdir()
+        save_file(state, tmp_path / "other" / "model.safetensors")
+    dist.barrier()
+    fastload.seal(tmp_path / "other")
+    if rank == 0:
+        for name, at in (("large", 1 << 19), ("small", -10), ("other", 1 << 19)):
+            flip(tmp_path / name / "model.safetensors", at)
+        flip(tmp_path / "delta" / "delta.safetensors", 1 << 18)
+    dist.barrier()
+    for name in ("large", "small", "delta", "other"):
+        for call in (fastload.load, fastload.verify):
+            with pytest.raises(fastload.ChecksumError) as raised:
+                call(tmp_path / name)
+            assert bool(re.search(DOUBT, str(raised.value))) == (name == "large"), raised.value
+            assert not any(re.search(DOUBT, line) for line in raised.value.blocks)
