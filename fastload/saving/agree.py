@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ _DIFFERENT = "replicas of these tensors differ, and the checkpoint has a mixture
 _HOW_TO_STOP = "With check_replicas='full' that is an error. Each tensor is named once."
 _ONE_NAME = "Different tensors, such as the experts of each rank, need different names."
 
-_told: dict[str, set[str]] = {}
+_warned: dict[str, set[str]] = {}
 """Folder of checkpoints → names of tensors in it whose replicas differ, and that a warning has named."""
 _last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
 
@@ -116,9 +117,20 @@ def describe(call: SaveCall, state: Any) -> RankState:
     return RankState(content, layout, reader, own, shard_map, digests)
 
 
-def _how(call: SaveCall, content: StateContent, complete: Collection[str] = ()) -> ShardDigests:
-    # Ranks with other forms are refused, and a form has the numbers of steps.
-    return ShardDigests(call.options.check_replicas, f"{call.occasion} {content.form}", complete)
+def _how(
+    call: SaveCall, content: StateContent, meshes: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> ShardDigests:
+    """Returns how to compare shards, given the meshes of tensors if the states were merged.
+
+    Ranks that hold the same elements on different meshes may have replicas, as of parameters that are not in
+    the plan for tensor parallelism, or different tensors. So may ranks with their own parts of a state.
+    """
+    return ShardDigests(
+        call.options.check_replicas,
+        f"{call.occasion} {content.form}",  # equal on all ranks, and a form has the numbers of steps
+        complete=frozenset(name for name, found in meshes.items() if len(found) > 1),
+        strict=frozenset(name for name, found in meshes.items() if call.options.parts and found == {""}),
+    )
 
 
 def _predict_shards(
@@ -243,20 +255,19 @@ def agree(
     [state] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
-    shard_map, complete = state.shard_map if _predicted_the_same(ranks) else None, frozenset[str]()
-    is_merged = shard_map is None
+    shard_map = state.shard_map if _predicted_the_same(ranks) else None
     if shard_map is not None:
         require_same_content(world, what, state.content, [each["content"] for each in ranks])
+        if how == "full":
+            _compare(call, state, shard_map, _how(call, state.content), what)
+        elif differing_groups([each["digests"] for each in ranks]):
+            _compare(call, state, shard_map, _how(call, state.content), what, state.digests)
     else:
         _require_no_prediction(ranks)
-        state, shard_map, complete = _merge_states(call, state)
-    compared = _how(call, state.content, complete)
-    digest = partial(compared.of, state.layout, shard_map, state.reader, world.rank)
-    if how == "small" and not is_merged:
-        if differing_groups([each["digests"] for each in ranks]):
-            _compare(call, state, shard_map, compared, lambda: state.digests, what)
-    elif how != "off":
-        _compare(call, state, shard_map, compared, digest, what)
+        state, merged = _merge_states(call, state)
+        shard_map = merged.shard_map
+        if how != "off":
+            _compare(call, state, shard_map, _how(call, state.content, merged.meshes), what)
     hosts = [each["host"] for each in ranks]
     return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"])
 
@@ -279,29 +290,34 @@ def _compare(
     state: RankState,
     shard_map: ShardMap,
     how: ShardDigests,
-    digest: Callable[[], bytes],
     what: str,
+    digests: bytes | None = None,
 ) -> None:
-    """Compares shards that several ranks hold.
+    """Compares shards that several ranks hold; takes their digests if there are none yet.
 
-    Samples of replicas that differ are a warning: the checkpoint loads, and the training has this problem
-    without it. With `SaveOptions.parts` nothing says that tensors of one name are replicas.
+    Replicas of which samples differ are a warning: the checkpoint loads, and the training has this problem
+    with or without it.
 
     Raises:
         ReplicaMismatch: Shards differ that were compared completely, or that may be different tensors.
     """
-    found = compare_shards(call.world, state.layout, shard_map, how, digest, what=what)
+    world, layout, reader = call.world, state.layout, state.reader
+
+    def digest() -> bytes:
+        return how.of(layout, shard_map, reader, world.rank) if digests is None else digests
+
+    found = compare_shards(world, layout, shard_map, how, digest, what=what)
     if found is None:
         return
-    if call.options.parts or not all(is_sample for *_, is_sample in found.of_tensors):
-        head = "the ranks hold different tensors, so nothing was saved:"
-        hint = [_ONE_NAME] if call.options.parts or how.complete else []
-        raise ReplicaMismatch("\n".join([head, *found.lines(), *hint]))
-    told = _told.setdefault(call.occasion.rpartition("/")[0], set())
     names = {name for name, *_ in found.of_tensors}
-    if call.world.rank == 0 and not names <= told:
+    if any(is_error for *_, is_error in found.of_tensors):
+        head = "the ranks hold different tensors, so nothing was saved:"
+        hint = [_ONE_NAME] if names.intersection({*how.complete, *how.strict}) else []
+        raise ReplicaMismatch("\n".join([head, *found.lines(), *hint]))
+    warned = _warned.setdefault(call.occasion.rpartition("/")[0], set())
+    if call.world.rank == 0 and not names <= warned:
         _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(found.lines()), _HOW_TO_STOP)
-    told |= names
+    warned |= names
 
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -321,12 +337,11 @@ def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap, frozenset[str]]:
+def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, MergedState]:
     """Gathers and merges the parts of the state that the ranks hold; raises as `gather_states`.
 
     Returns:
-        The merged state, which ranks hold which bytes, and the tensors of which ranks on different meshes
-        hold the same elements.
+        The merged state, as this rank saves it, and as all ranks know it.
     """
     content, reader = state.content, state.reader
     merged = gather_states(
@@ -340,7 +355,7 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     layout = merged.layout
     content = StateContent(merged.structure, layout.digest, merged.specs, {})
     state = replace(state, content=content, layout=layout, reader=reader.with_layout(layout))
-    return state, merged.shard_map, merged.of_several_meshes
+    return state, merged
 
 
 def gather_states(

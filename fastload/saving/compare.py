@@ -269,15 +269,18 @@ class ShardDigests:
             takes a few milliseconds, and of each large one there a sample.
         occasion: Differs from save to save, and moves the samples.
         complete: Tensors that are compared completely, whatever `how` is.
+        strict: Tensors of which also a sample that differs is an error.
     """
 
     how: str
     occasion: str = ""
     complete: Collection[str] = ()
+    strict: Collection[str] = ()
 
-    def is_complete(self, name: str, shard: MappedShard) -> bool:
-        """Whether a shard is compared completely, if at all."""
-        return self.how == "full" or name in self.complete or shard.runs.total <= _MAX_BYTES
+    def is_error(self, name: str, shard: MappedShard) -> bool:
+        """Whether it is an error if a shard differs; otherwise only a sample of it was compared."""
+        is_sample = self.how == "small" and name not in self.complete and shard.runs.total > _MAX_BYTES
+        return name in self.strict or not is_sample
 
     def of(
         self,
@@ -412,12 +415,11 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
 
 
 @dataclass(frozen=True)
-class Differences:
+class ShardDifferences:
     """The shards that are not the same on all of their holders; the same on all ranks.
 
     Attributes:
-        of_tensors: The first ones: name of the tensor, the ranks that differ, and whether only a sample was
-            compared.
+        of_tensors: The first ones: name of the tensor, the ranks that differ, and whether that is an error.
         num: Number of all, at least.
     """
 
@@ -438,7 +440,7 @@ def compare_shards(
     digest: Callable[[], bytes],
     *,
     what: str,
-) -> Differences | None:
+) -> ShardDifferences | None:
     """Compares the shards that several ranks hold.
 
     Args:
@@ -484,9 +486,9 @@ def compare_shards(
     found = []
     for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN):
         name = layout.space.ranges[number].name
-        is_sample = not how.is_complete(name, shard)
-        found.append((name, _odd_ranks(shard.holders, ranks, world.size), is_sample))
-    return Differences(found, max(len(odd), *(count for count, _ in differing)))
+        odd_ranks = _odd_ranks(shard.holders, ranks, world.size)
+        found.append((name, odd_ranks, how.is_error(name, shard)))
+    return ShardDifferences(found, max(len(odd), *(count for count, _ in differing)))
 
 
 def _differing(

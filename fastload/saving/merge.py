@@ -150,15 +150,14 @@ class MergedState:
         specs: Its tensors, in its order.
         layout: Its files.
         shard_map: Which ranks hold which bytes.
-        of_several_meshes: The tensors that ranks hold on different meshes, or some as plain tensors, so that
-            nothing tells whether they are replicas.
+        meshes: Name of a tensor → the meshes on which ranks hold parts of it; see `mesh_of`.
     """
 
     structure: Any
     specs: list[TensorSpec]
     layout: Layout
     shard_map: ShardMap
-    of_several_meshes: frozenset[str]
+    meshes: Mapping[str, frozenset[str]]
 
 
 def merge_states(
@@ -189,11 +188,11 @@ def merge_states(
         return None
     structure, specs = _merge_forms(variants, outcome)
     layout = lay_out(specs)
-    by_rank, of_several_meshes = _boxes_by_rank(boxes)
+    by_rank, meshes = _boxes_by_rank(boxes)
     shard_map = ShardMap(layout, len(forms), by_rank)
     if missing := shard_map.missing():
         _refuse("the ranks together do not have the whole state", missing, outcome)
-    return MergedState(structure, specs, layout, shard_map, of_several_meshes)
+    return MergedState(structure, specs, layout, shard_map, meshes)
 
 
 def _merge_forms(
@@ -285,11 +284,12 @@ def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, HeldBoxes]]:
     return ((name, kinds[number]) for name, number in columns)
 
 
-def _boxes_by_rank(packed: Sequence[bytes]) -> tuple[dict[str, BoxesByRank], frozenset[str]]:
-    """Returns what ranks hold of each tensor, by their `pack_boxes`.
+def _boxes_by_rank(
+    packed: Sequence[bytes],
+) -> tuple[dict[str, BoxesByRank], dict[str, frozenset[str]]]:
+    """Returns for each tensor the boxes of each rank, and the meshes, by the `pack_boxes` of the ranks.
 
-    Returns:
-        The boxes of each rank, by tensor; equal ones share one object. And the tensors on several meshes.
+    Equal ones share one object.
     """
     numbers: dict[HeldBoxes, int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
@@ -297,18 +297,18 @@ def _boxes_by_rank(packed: Sequence[bytes]) -> tuple[dict[str, BoxesByRank], fro
         for name, held in _unpack_boxes(of_rank):
             columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
     kinds = list(numbers)
-    known: dict[bytes, tuple[BoxesByRank, bool]] = {}
+    known: dict[bytes, tuple[BoxesByRank, frozenset[str]]] = {}
     for column in columns.values():
         key = column.tobytes()
         if key not in known:
             ranks_of: dict[tuple[Box, ...], list[int]] = {}
             for rank, number in zip(column[::2], column[1::2], strict=True):
                 ranks_of.setdefault(kinds[number][0], []).append(rank)
-            meshes = {mesh for boxes, mesh in map(kinds.__getitem__, column[1::2]) if boxes}
+            meshes = frozenset(mesh for boxes, mesh in map(kinds.__getitem__, column[1::2]) if boxes)
             by_rank = tuple((boxes, tuple(ranks)) for boxes, ranks in ranks_of.items())
-            known[key] = by_rank, len(meshes) > 1
+            known[key] = by_rank, meshes
     found = {name: known[column.tobytes()] for name, column in columns.items()}
     return (
         {name: by_rank for name, (by_rank, _) in found.items()},
-        frozenset(name for name, (_, is_on_several) in found.items() if is_on_several),
+        {name: meshes for name, (_, meshes) in found.items()},
     )

@@ -314,14 +314,19 @@ def test_equal_values_are_no_difference(rank: int, world: int, tmp_path: Path) -
 @ranks(4)
 def test_replicas_of_shards_that_differ_are_noticed(rank: int, world: int, tmp_path: Path) -> None:
     default = replace(OPTIONS, check_replicas="small")
-    for number, placements in enumerate([[Replicate(), Shard(0)], [Replicate(), Shard(1)]]):
-        mesh = init_device_mesh("cpu", (2, 2))
+    cases: list[tuple[list[Any], dict[str, Any]]] = [
+        ([Replicate(), Shard(0)], {}),
+        ([Replicate(), Shard(1)], {}),
+        ([Replicate(), Shard(0)], {"parts": True}),
+    ]
+    mesh = init_device_mesh("cpu", (2, 2))
+    for number, (placements, changes) in enumerate(cases):
         folder = tmp_path / str(number)
         folder.mkdir(exist_ok=True)
         with warned("fastload.saving.agree") as lines:
             for how in HOW:
                 parts = {name: placed(tensor, mesh, placements) for name, tensor in same(rank == 3).items()}
-                save(parts, folder / how, how, default)
+                save(parts, folder / how, how, replace(default, **changes))
                 check_first(folder / how, [same(), same(1.0)])
         assert len(lines) == (rank == 0), lines
         assert all("w2: rank 3 not as rank 1" in line for line in lines)
