@@ -262,7 +262,7 @@ def _values(spec: TensorSpec, data: bytes) -> str:
 
 @dataclass(frozen=True)
 class ShardDigests:
-    """How the ranks compare the shards that several of them hold. Pure, the same on all ranks.
+    """How the ranks compare the shards that several of them hold; the same on all ranks.
 
     Attributes:
         how: ``full`` compares all shards completely; ``small`` small ones in host memory, as far as that
@@ -419,7 +419,8 @@ class ShardDifferences:
     """The shards that are not the same on all of their holders; the same on all ranks.
 
     Attributes:
-        of_tensors: The first ones: name of the tensor, the ranks that differ, and whether that is an error.
+        of_tensors: Name of the tensor, the ranks that differ, and whether that is an error: the first ones,
+            errors before others.
         num: Number of all, at least.
     """
 
@@ -475,7 +476,8 @@ def compare_shards(
     first: dict[_Replica, bytes] = {}
     for rank, digests in enumerate(sent):
         first.update(zip(_first_held(shard_map, rank, unlike), _cut(digests), strict=True))
-    differing = world.agree(what, lambda: _differing(first, own))
+    is_error = {shard: how.is_error(layout.space.ranges[shard[0]].name, shard[1]) for shard in own}
+    differing = world.agree(what, lambda: _differing(first, own, is_error))
     odd: dict[_Replica, dict[int, str]] = defaultdict(dict)
     for rank, (_, few) in enumerate(differing):
         replicated = shard_map.replicated(rank) if few else []
@@ -484,23 +486,28 @@ def compare_shards(
     if not odd:
         return None  # the ranks hashed different shards
     found = []
-    for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN):
+    for (number, shard), ranks in sorted(odd.items(), key=lambda item: item[0][0]):
         name = layout.space.ranges[number].name
         odd_ranks = _odd_ranks(shard.holders, ranks, world.size)
         found.append((name, odd_ranks, how.is_error(name, shard)))
-    return ShardDifferences(found, max(len(odd), *(count for count, _ in differing)))
+    found.sort(key=lambda difference: not difference[2])
+    return ShardDifferences(found[:_NUM_SHOWN], max(len(odd), *(count for count, _ in differing)))
 
 
 def _differing(
-    first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes]
+    first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes], is_error: Mapping[_Replica, bool]
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Returns how many of this rank's digests differ from those of the first holders, and the first ones."""
+    """Returns how many of this rank's digests differ from those of the first holders, and the first ones.
+
+    Errors come before others.
+    """
     unlike = [
-        (at, digest.hex())
+        (at, shard, digest.hex())
         for at, (shard, digest) in enumerate(own.items())
         if digest != first.get(shard, digest) and _UNKNOWN not in (digest, first[shard])
     ]
-    return len(unlike), unlike[:_NUM_SHOWN]
+    unlike.sort(key=lambda found: not is_error[found[1]])
+    return len(unlike), [(at, digest) for at, _, digest in unlike[:_NUM_SHOWN]]
 
 
 def _odd_ranks(holders: Sequence[int], digests: Mapping[int, str], num_ranks: int) -> str:

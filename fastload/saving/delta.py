@@ -131,10 +131,8 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         if not problem:
             if reason := _why_complete(call, base, plan.state.layout):
                 return replace(complete, why_complete=reason)
-            in_place = None
-            if snapshot is None and agreed.shard_map.is_replicated:
-                in_place = _in_place(plan)
-            found = _find(call, plan, snapshot, base, in_place)
+            has_all = agreed.shard_map.is_replicated
+            found = _find(call, plan, snapshot, base, in_place=has_all and snapshot is None)
             if found.why_complete:
                 return replace(complete, why_complete=found.why_complete)
             problem = found.problem
@@ -287,7 +285,8 @@ def _find(
     plan: SavePlan,
     snapshot: Snapshot | None,
     base: Base,
-    in_place: Mapping[int, memoryview] | None,
+    *,
+    in_place: bool,
 ) -> _Found:
     """Compares with the base on all ranks. If there can be a delta, the memory of the snapshot is released.
 
@@ -296,7 +295,7 @@ def _find(
         plan: Its plan of a complete save.
         snapshot: The bytes that it contributes; None reads them from the state.
         base: The base.
-        in_place: From `_in_place`; None to copy the bytes of the share.
+        in_place: Whether to read the share from the tensors, if they are contiguous, without a copy.
     """
     world = call.world
     wire = None
@@ -311,7 +310,7 @@ def _find(
         if snapshot is not None:
             snapshot.await_copies()
         assembler.open()
-        comparer.run(plan.share, assembler, in_place)
+        comparer.run(plan.share, assembler, _in_place(plan) if in_place else None)
         assembler.finish()
         if snapshot is not None:
             snapshot.require_unchanged()
@@ -397,9 +396,7 @@ class _Comparer:
             if in_place is None:
                 blocks = cutter.feed(part, source.part(index))
             elif index in share.tails:
-                source.part(
-                    index
-                )  # which another rank sends all the same; blocks are compared as they are here
+                source.part(index)  # sent all the same, but each block is compared as it is on this rank
                 blocks = []
             else:
                 blocks = self._cut(part, in_place)

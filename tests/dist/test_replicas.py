@@ -373,6 +373,9 @@ def test_replicas_on_several_meshes_are_compared_completely(rank: int, world: in
             whole["w2"][1000, 200] += 1  # one element of 263,000
         return {name: placed(tensor, mesh["dp"], [Shard(0)]) for name, tensor in whole.items()}
 
+    drifted = {f"a{number}": torch.full((200, 200), float(rank)) for number in range(30)}  # a warning each
+    with pytest.raises(fastload.ReplicaMismatch, match="w2: rank 3 not as rank 2"):
+        save({**drifted, **state(rank == 3)}, tmp_path / "never", "now", default)
     for how in HOW:
         save(state(False), tmp_path / how, how, default)
         check_first(tmp_path / how, [same()])
