@@ -230,7 +230,7 @@ def _open(world: World, state: Any) -> _VirtualFile:
         world,
         _WHAT,
         pack_state(encoding.structure, specs) if specs else b"",
-        lambda: {name: reader.boxes(name) for name in encoding.tensors},
+        lambda: {name: reader.held(name) for name in encoding.tensors},
         lambda specs: lay_out_files(specs, SaveOptions()),
         _NOTHING_MOVED,
     )

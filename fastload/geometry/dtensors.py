@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from fastload.geometry.box import Box
@@ -42,6 +43,11 @@ def local_of(tensor: Tensor) -> Tensor:
         with torch.no_grad():
             return local_of(tensor)
     return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]
+
+
+def mesh_of(tensor: Any) -> str:
+    """Returns a text for the mesh of a DTensor, the same for equal meshes; empty for a plain tensor."""
+    return _order_of(tensor.device_mesh).text if is_dtensor(tensor) else ""
 
 
 def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
@@ -108,6 +114,11 @@ class _Order:
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Returns the rank at a coordinate."""
         return _at(self.ranks, coordinate)
+
+    @cached_property
+    def text(self) -> str:
+        """The ranks in the order of the mesh; short, and the same for equal meshes."""
+        return xxhash.xxh3_64_hexdigest(str(self.ranks).encode())
 
 
 _ORDERS: WeakKeyDictionary[Any, _Order] = WeakKeyDictionary()

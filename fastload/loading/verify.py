@@ -174,14 +174,13 @@ def _raise_damage(access: Access, found: Sequence[dict[str, Any]]) -> None:
         rows = [
             (*position, f"on {host_of(host)}: {text}" if several else text)
             for host, part in zip(access.hosts, found, strict=True)
-            for *position, text in part["damage"]
+            for *position, text, _ in part["damage"]
         ]
+        doubts = {doubt for part in found for *_, doubt in part["damage"] if doubt}
         lines = [text for *_, text in sorted(rows)[:_NUM_SHOWN]]
-        more = f"\n... and {num_bad - len(lines)} more" if num_bad > len(lines) else ""
-        raise ChecksumError(
-            f"{manifest.url}: {num_bad} of {num_blocks} blocks are damaged:\n" + "\n".join(lines) + more,
-            tuple(lines),
-        )
+        more = [f"... and {num_bad - len(lines)} more"] if num_bad > len(lines) else []
+        head = f"{manifest.url}: {num_bad} of {num_blocks} blocks are damaged:"
+        raise ChecksumError("\n".join([head, *lines, *more, *sorted(doubts)]), tuple(lines))
 
 
 class _Damages:

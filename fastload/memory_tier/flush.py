@@ -26,7 +26,7 @@ from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_file,
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.exchange import BufferRing
 from fastload.saving.layout import Layout, LayoutFile
-from fastload.saving.split import WriterShare
+from fastload.saving.split import cut_shares
 from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
 from fastload.storage.memory_folder import JobFolder
@@ -140,7 +140,7 @@ def flush(
     target = open_target()
     try:
         files, table = _share_tables(world, what, folder, found, source)
-        ranges = _deal(files, table, found, target, world.size)[world.rank]
+        dealt = _deal(files, table, found, target, world.size)
         names = [name for name, _ in files]
 
         def prepare() -> Any:
@@ -154,7 +154,7 @@ def flush(
             if world.rank not in found.holders:
                 return None
             with closing(_storage(world, folder, found)) as storage:
-                return _write(storage, names, ranges, writer)
+                return _write(storage, names, dict(enumerate(dealt)), world.rank, writer)
 
         try:
             receipts = world.settle(what, write)
@@ -248,9 +248,13 @@ def _parts(
 
 
 def _write(
-    storage: PatientStorage, names: Sequence[str], ranges: Sequence[ByteRange], writer: PartWriter
+    storage: PatientStorage,
+    names: Sequence[str],
+    ranges: Mapping[int, Sequence[ByteRange]],
+    rank: int,
+    writer: PartWriter,
 ) -> Mapping[str, Any]:
-    """Writes ranges, and verifies the blocks that begin in them; returns the receipt.
+    """Writes the ranges of a rank, and verifies the blocks that begin in them; returns the receipt.
 
     Raises:
         ChecksumError: A block is damaged.
@@ -258,8 +262,8 @@ def _write(
     """
     manifest = read_manifest(storage)
     layout = _layout(manifest, names)
-    share = WriterShare.of(layout, ranges, _PART_BYTES)
-    hasher = BlockHasher(layout.blocks_of(ranges))
+    share = cut_shares(layout, ranges, _PART_BYTES, [rank])[rank]
+    hasher = BlockHasher(layout.blocks_of(share.ranges))
     receipt = writer.write(share, _HostParts(storage, manifest, names, share.parts), hasher)
     of_file = {file.name: file.checksums for file in manifest.files}
     recorded = b"".join(of_file[name] for name in names)

@@ -70,6 +70,11 @@ class TierSaveCall(SaveCall):
         """Name of the save, for messages."""
         return f"saving step {self.step} to memory"
 
+    @property
+    def occasion(self) -> str:
+        """The root of the run, and the step."""
+        return f"{self.location.given}/{self.what}"
+
     def open_target(self) -> Target:
         """Returns write access to this host's part."""
         return self.target

@@ -6,9 +6,11 @@ agree on the state, on which rank holds which bytes, and on which host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from fastload.base.memory import uncollected
 from fastload.comm.failures import require_same
 from fastload.comm.group import members_of
 from fastload.comm.world import World
-from fastload.errors import OptionError, PlanMismatch, first_lines
+from fastload.errors import OptionError, PlanMismatch, ReplicaMismatch, first_lines
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state, strides_of
 from fastload.geometry.box import Box
@@ -26,23 +28,37 @@ from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
+    ShardDigests,
     StateContent,
     compare_shards,
     differing_groups,
     digest_by_holders,
-    digest_shards,
     require_same_content,
     small_tensors,
 )
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
-from fastload.saving.merge import NOTHING_SAVED, MergedState, merge_states, pack_boxes, pack_state
+from fastload.saving.merge import (
+    NOTHING_SAVED,
+    HeldBoxes,
+    MergedState,
+    merge_states,
+    pack_boxes,
+    pack_state,
+)
 from fastload.saving.per_rank import pack_own
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
 
+_log = logging.getLogger(__name__)
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # likewise, if the bytes have to be sent to the writer
 
+_DIFFERENT = "replicas of these tensors differ, and the checkpoint has a mixture of them:"
+_HOW_TO_STOP = "With check_replicas='full' that is an error. Each tensor is named once."
+_ONE_NAME = "Different tensors, such as the experts of each rank, need different names."
+
+_warned: dict[str, set[str]] = {}
+"""Folder of checkpoints → names of tensors in it whose replicas differ, and that a warning has named."""
 _last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
 
 
@@ -57,7 +73,8 @@ class RankState:
         own: This rank's own values, packed; empty without any.
         shard_map: Which ranks hold which bytes, by placements on meshes of all ranks, assuming that all have
             the same state; None if placements do not tell.
-        small: Digests of small shards that other ranks hold, too; see `compare.digest_shards`.
+        digests: Digests of shards that other ranks hold, too; see `compare.ShardDigests`. Small plain tensors
+            are compared with the content.
         strides: Strides of tensors; see `encoder.strides_of`.
     """
 
@@ -66,7 +83,7 @@ class RankState:
     reader: StateReader
     own: bytes
     shard_map: ShardMap | None
-    small: bytes = b""
+    digests: bytes = b""
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -88,33 +105,57 @@ def describe(call: SaveCall, state: Any) -> RankState:
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options, call.stem)
     reader = StateReader(layout, tensors, description.uncounted, description.shards)
-    shard_map, small = _predict_shards(world, tensors, layout, reader, options)
-    call.tracing.follow({"snapshot": reader.watch})
-    compared = {}
+    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+    shard_map = _predict_shards(world, tensors, sharded, layout, reader, options)
+    compared, digests = {}, b""
     if options.check_replicas == "small":
         compared = small_tensors(specs, tensors, description.starts)
     content = StateContent(description.structure, layout.digest, specs, compared)
+    if options.check_replicas == "small" and shard_map is not None and world.size > 1:
+        skip = lambda name: name not in sharded  # noqa: E731
+        digests = _how(call, content).of(layout, shard_map, reader, world.rank, skip=skip)
+    call.tracing.follow({"snapshot": reader.watch})
     own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
-    return RankState(content, layout, reader, own, shard_map, small, strides_of(tensors))
+    return RankState(content, layout, reader, own, shard_map, digests, strides_of(tensors))
+
+
+def _how(
+    call: SaveCall, content: StateContent, meshes: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> ShardDigests:
+    """Returns how to compare shards, given the meshes of tensors if the states were merged.
+
+    Ranks that hold the same elements on different meshes may have replicas, as of parameters that are not in
+    the plan for tensor parallelism, or different tensors. So may ranks with their own parts of a state.
+    """
+    return ShardDigests(
+        call.options.check_replicas,
+        f"{call.occasion} {content.form}",  # equal on all ranks, and a form has the numbers of steps
+        complete=frozenset(name for name, found in meshes.items() if len(found) > 1),
+        strict=frozenset(name for name, found in meshes.items() if call.options.parts and found == {""}),
+    )
 
 
 def _predict_shards(
-    world: World, tensors: Mapping[str, Tensor], layout: Layout, reader: StateReader, options: SaveOptions
-) -> tuple[ShardMap | None, bytes]:
-    """Returns the shard map if placements tell it, and digests of small shards.
+    world: World,
+    tensors: Mapping[str, Tensor],
+    sharded: Mapping[str, Tensor],
+    layout: Layout,
+    reader: StateReader,
+    options: SaveOptions,
+) -> ShardMap | None:
+    """Returns the shard map if placements tell it.
 
     Raises:
         OptionError: A DTensor does not match its placements.
     """
-    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     if not sharded and not options.parts:
-        return ShardMap(layout, world.size), b""
+        return _shard_map(layout, world.size, None)
     group = DTensorRanks(members_of(world.group), place="the state", call="save")
     problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
     if problems:
         raise OptionError("the state cannot be saved: " + "\n  ".join(first_lines(problems)))
     if options.parts:
-        return None, b""
+        return None
     boxes: dict[str, BoxesByRank] = {}
     for name, tensor in tensors.items():
         if name not in sharded:
@@ -122,15 +163,11 @@ def _predict_shards(
         elif (of_all := group.boxes_of_all(tensor)) is not None:
             boxes[name] = of_all
         else:
-            return None, b""
-    shard_map, small = _shard_map(layout, world.size, boxes), b""
-    if options.check_replicas == "small":
-        skip = lambda name: name not in sharded  # noqa: E731  (plain tensors are compared with the content)
-        small = digest_shards(layout, shard_map, reader, world.rank, how="small", skip=skip)
-    return shard_map, small
+            return None
+    return _shard_map(layout, world.size, boxes)
 
 
-def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank]) -> ShardMap:
+def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> ShardMap:
     """Returns the shard map of the last save if it fits, else a new one."""
     found = next((each for each in _last_map[:] if each.is_of(layout, num_ranks, boxes)), None)
     if found is None:
@@ -215,8 +252,8 @@ def agree(
             "metadata": call.metadata if world.rank == 0 else {},
             "strides": state.strides if world.rank == 0 else {},
             "shards": shard_map.digest if shard_map is not None else "",
-            "small": digest_by_holders(shard_map, world.rank, state.small)
-            if shard_map and state.small
+            "digests": digest_by_holders(shard_map, world.rank, state.digests)
+            if shard_map and state.digests
             else {},
             "went_on": went_on,
         }
@@ -229,16 +266,16 @@ def agree(
     shard_map = state.shard_map if _predicted_the_same(ranks) else None
     if shard_map is not None:
         require_same_content(world, what, state.content, [each["content"] for each in ranks])
-        if how == "small" and differing_groups([each["small"] for each in ranks]):
-            compare_shards(world, state.layout, shard_map, lambda: state.small, what=what)
+        if how == "full":
+            _compare(call, state, shard_map, _how(call, state.content), what)
+        elif differing_groups([each["digests"] for each in ranks]):
+            _compare(call, state, shard_map, _how(call, state.content), what, state.digests)
     else:
         _require_no_prediction(ranks)
-        state, shard_map = _merge_states(call, state)
-        strides = state.strides
-        if how == "small":
-            _compare(call, state, shard_map, what)
-    if how == "full":
-        _compare(call, state, shard_map, what)
+        state, merged = _merge_states(call, state)
+        shard_map, strides = merged.shard_map, merged.strides
+        if how != "off":
+            _compare(call, state, shard_map, _how(call, state.content, merged.meshes), what)
     hosts = [each["host"] for each in ranks]
     return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"], strides)
 
@@ -257,11 +294,39 @@ def _agreement(
     return SaveAgreement(hosts, num_writers, metadata, shard_map, strides)
 
 
-def _compare(call: SaveCall, state: RankState, shard_map: ShardMap, what: str) -> None:
-    """Compares shards that several ranks hold."""
-    world, layout, how = call.world, state.layout, call.options.check_replicas
-    digest = partial(digest_shards, layout, shard_map, state.reader, world.rank, how=how)
-    compare_shards(world, layout, shard_map, digest, what=what)
+def _compare(
+    call: SaveCall,
+    state: RankState,
+    shard_map: ShardMap,
+    how: ShardDigests,
+    what: str,
+    digests: bytes | None = None,
+) -> None:
+    """Compares shards that several ranks hold; takes their digests if there are none yet.
+
+    Replicas of which samples differ are a warning: the checkpoint loads, and the training has this problem
+    with or without it.
+
+    Raises:
+        ReplicaMismatch: Shards differ that were compared completely, or that may be different tensors.
+    """
+    world, layout, reader = call.world, state.layout, state.reader
+
+    def digest() -> bytes:
+        return how.of(layout, shard_map, reader, world.rank) if digests is None else digests
+
+    found = compare_shards(world, layout, shard_map, how, digest, what=what)
+    if found is None:
+        return
+    names = {name for name, *_ in found.of_tensors}
+    if any(is_error for *_, is_error in found.of_tensors):
+        head = "the ranks hold different tensors, so nothing was saved:"
+        hint = [_ONE_NAME] if names.intersection({*how.complete, *how.strict}) else []
+        raise ReplicaMismatch("\n".join([head, *found.lines(), *hint]))
+    warned = _warned.setdefault(call.occasion.rpartition("/")[0], set())
+    if call.world.rank == 0 and not names <= warned:
+        _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(found.lines()), _HOW_TO_STOP)
+    warned |= names
 
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -281,14 +346,18 @@ def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap]:
-    """Gathers and merges the parts of the state that the ranks hold; raises as `gather_states`."""
+def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, MergedState]:
+    """Gathers and merges the parts of the state that the ranks hold; raises as `gather_states`.
+
+    Returns:
+        The merged state, as this rank saves it, and as all ranks know it.
+    """
     content, reader = state.content, state.reader
     merged = gather_states(
         call.world,
         call.what,
         pack_state(content.structure, content.specs, state.strides),
-        lambda: {spec.name: reader.boxes(spec.name) for spec in content.specs},
+        lambda: {spec.name: reader.held(spec.name) for spec in content.specs},
         lambda specs: lay_out_files(specs, call.options, call.stem),
     )
     assert merged is not None
@@ -296,14 +365,14 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap
     content = StateContent(merged.structure, layout.digest, merged.specs, {})
     reader = reader.with_layout(layout)
     state = replace(state, content=content, layout=layout, reader=reader, strides=merged.strides)
-    return state, merged.shard_map
+    return state, merged
 
 
 def gather_states(
     world: World,
     what: str,
     form: bytes,
-    boxes: Callable[[], Mapping[str, tuple[Box, ...]]],
+    held: Callable[[], Mapping[str, HeldBoxes]],
     lay_out: Callable[[Sequence[TensorSpec]], Layout],
     outcome: str = NOTHING_SAVED,
 ) -> MergedState | None:
@@ -313,7 +382,7 @@ def gather_states(
         world: The ranks.
         what: Name of the call, for messages.
         form: The `pack_state` of this rank; empty if it has no part.
-        boxes: Returns the boxes that this rank holds of each tensor, by name.
+        held: Returns the boxes that this rank holds of each tensor, by name.
         lay_out: As for `merge_states`.
         outcome: Likewise.
 
@@ -326,5 +395,5 @@ def gather_states(
     """
     what = f"{what}: gathering the parts of the state"
     forms = world.gather_bytes(what, lambda: form)
-    packed = world.gather_bytes(what, lambda: pack_boxes(boxes()))
+    packed = world.gather_bytes(what, lambda: pack_boxes(held()))
     return merge_states(forms, packed, lay_out, outcome)

@@ -77,6 +77,11 @@ class SaveCall:
         return f"saving to {self.location}"
 
     @property
+    def occasion(self) -> str:
+        """The folder and the name of the checkpoint, the same on all ranks."""
+        return self.location.given
+
+    @property
     def _patience(self) -> Patience:
         return Patience(self.options.retries, self.world.patience_s / 2)
 

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -37,13 +38,16 @@ _Replica = tuple[int, MappedShard]  # number of the tensor, and the shard
 _MAX_NUM = 1024  # a few milliseconds
 _MAX_BYTES = 64 << 10  # of one tensor
 _MAX_BYTES_OF_ALL = 4 << 20
+_SAMPLE_PART = 128  # of a large shard, for all of its holders together, one in so many bytes is compared
+_LEAST_SAMPLE_BYTES, _MOST_SAMPLE_BYTES = 16, 1 << 20
+_ODD_NUMBER, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio spreads numbers evenly
 _MAX_SHOWN_BYTES = 32
 _NUM_SHOWN = 20
 _NUM_OF_A_LIST = 3
 _NUMBERS = {"BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"}
 _HINT = "What each rank has of its own goes into a fastload.PerRank."
 _HOW_TO_MERGE = "Parts of one state, such as the stages of a pipeline: SaveOptions(parts=True) merges them."
-_HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and any rank's are saved."
+_HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and a mixture of all ranks' is saved."
 
 
 def small_tensors(
@@ -98,11 +102,16 @@ class StateContent:
     specs: Sequence[TensorSpec]
     small: Mapping[str, bytes]
 
+    @cached_property
+    def form(self) -> str:
+        """Digest of structure and layout."""
+        form = json.dumps([self.structure, self.layout], separators=(",", ":")).encode()
+        return xxhash.xxh3_128_hexdigest(form)
+
     def digests(self) -> list[str]:
         """Returns digests of structure and layout, and of the small tensors."""
-        form = json.dumps([self.structure, self.layout], separators=(",", ":")).encode()
         small = b"".join([*map(str.encode, self.small), *self.small.values()])
-        return [xxhash.xxh3_128_hexdigest(form), xxhash.xxh3_128_hexdigest(small)]
+        return [self.form, xxhash.xxh3_128_hexdigest(small)]
 
     def to_bytes(self) -> bytes:
         """Packs it for other ranks."""
@@ -251,46 +260,140 @@ def _values(spec: TensorSpec, data: bytes) -> str:
     return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
 
 
-def digest_shards(
-    layout: Layout,
-    shard_map: ShardMap,
-    reader: StateReader,
-    rank: int,
-    *,
-    how: str,
-    skip: Callable[[str], bool] = lambda _: False,
-) -> bytes:
-    """Returns the xxh3-64 of each shard that this rank shares with others, in order; 0 for shards left out.
+@dataclass(frozen=True)
+class ShardDigests:
+    """How the ranks compare the shards that several of them hold; the same on all ranks.
 
-    Args:
-        layout: The files.
-        shard_map: Which ranks hold which bytes.
-        reader: Reads this rank's tensors.
-        rank: This rank.
-        how: ``small``: only small shards in host memory, for a few milliseconds; or ``full``.
-        skip: Whether to leave out a tensor, by its name.
+    Attributes:
+        how: ``full`` compares all shards completely; ``small`` small ones in host memory, as far as that
+            takes a few milliseconds, and of each large one there a sample.
+        occasion: Differs from save to save, and moves the samples.
+        complete: Tensors that are compared completely, whatever `how` is.
+        strict: Tensors of which also a sample that differs is an error.
     """
-    digests, memory = bytearray(), None
-    nums: Counter[Sequence[int]] = Counter()
-    sizes: Counter[Sequence[int]] = Counter()
-    for number, shard in shard_map.replicated(rank):
-        name, nbytes = layout.space.ranges[number].name, shard.runs.total
-        is_small = nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders])
-        is_cheap = is_small and nums[shard.holders] < _MAX_NUM and reader.is_in_host_memory(name)
-        if skip(name) or (how == "small" and not is_cheap):
-            digests += _UNKNOWN
-            continue
-        nums[shard.holders] += 1
-        sizes[shard.holders] += nbytes
-        memory = memory if memory is not None else allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
-        hasher = xxhash.xxh3_64()
-        for begin in range(0, nbytes, _BUFFER_BYTES):
-            end = min(begin + _BUFFER_BYTES, nbytes)
-            reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
-            reader.settle()
-            hasher.update(host_view(memory[: end - begin]))
-        digests += hasher.digest()
-    return bytes(digests)
+
+    how: str
+    occasion: str = ""
+    complete: Collection[str] = ()
+    strict: Collection[str] = ()
+
+    def is_error(self, name: str, shard: MappedShard) -> bool:
+        """Whether it is an error if a shard differs; otherwise only a sample of it was compared."""
+        is_sample = self.how == "small" and name not in self.complete and shard.runs.total > _MAX_BYTES
+        return name in self.strict or not is_sample
+
+    def of(
+        self,
+        layout: Layout,
+        shard_map: ShardMap,
+        reader: StateReader,
+        rank: int,
+        *,
+        skip: Callable[[str], bool] = lambda _: False,
+    ) -> bytes:
+        """Returns the xxh3-64 of each shard that a rank shares with others, in order; 0 if left out.
+
+        Args:
+            layout: The files.
+            shard_map: Which ranks hold which bytes.
+            reader: Reads this rank's tensors.
+            rank: This rank.
+            skip: Whether to leave out a tensor's shards that are small, by its name.
+        """
+        shards = shard_map.replicated(rank)
+        digests = bytearray(_DIGEST_BYTES * len(shards))
+        memory = None
+        for at, (number, shard) in self._complete(layout, shards, reader, skip):
+            if memory is None:
+                memory = allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
+            digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = _digest(reader, number, shard, memory)
+        if self.how == "small":
+            seed = xxhash.xxh3_64_intdigest(self.occasion.encode())
+            names = layout.space.ranges
+            samples = [
+                (at, _sample(number, shard, nbytes, seed))
+                for at, number, shard, nbytes in _large_shards(shard_map, rank)
+                if names[number].name not in self.complete and reader.is_in_host_memory(names[number].name)
+            ]
+            for at, digest in _digest_samples(reader, samples):
+                digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = digest
+        return bytes(digests)
+
+    def _complete(
+        self, layout: Layout, shards: Sequence[_Replica], reader: StateReader, skip: Callable[[str], bool]
+    ) -> Iterator[tuple[int, _Replica]]:
+        """Yields the shards that are compared completely, each with its number."""
+        nums: Counter[Sequence[int]] = Counter()
+        sizes: Counter[Sequence[int]] = Counter()
+        for at, (number, shard) in enumerate(shards):
+            name = layout.space.ranges[number].name
+            if self.how == "full" or name in self.complete:
+                yield at, (number, shard)
+                continue
+            if skip(name) or nums[shard.holders] >= _MAX_NUM or not reader.is_in_host_memory(name):
+                continue
+            nbytes = shard.runs.total
+            if nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders]):
+                nums[shard.holders] += 1
+                sizes[shard.holders] += nbytes
+                yield at, (number, shard)
+
+
+@lru_cache(maxsize=2)  # a training saves states of the same placements
+def _large_shards(shard_map: ShardMap, rank: int) -> list[tuple[int, int, MappedShard, int]]:
+    """Returns the large ones of `ShardMap.replicated`: number there, number of the tensor, shard, length."""
+    found = []
+    for at, (number, shard) in enumerate(shard_map.replicated(rank)):
+        if (nbytes := shard.runs.total) > _MAX_BYTES:
+            found.append((at, number, shard, nbytes))
+    return found
+
+
+def _sample(number: int, shard: MappedShard, nbytes: int, seed: int) -> ShardRange:
+    """Returns the bytes of a large shard that its holders compare."""
+    length = nbytes // (_SAMPLE_PART * len(shard.holders))
+    length = min(max(length, _LEAST_SAMPLE_BYTES), _MOST_SAMPLE_BYTES)
+    mixed = (seed + number * _ODD_NUMBER ^ shard.runs.start) * _ODD_NUMBER & _64_BITS
+    begin = (mixed >> 8) % (nbytes - length + 1)  # the low bits are mixed the least
+    return ShardRange(number, shard, begin, begin + length)
+
+
+def _digest(reader: StateReader, number: int, shard: MappedShard, memory: Tensor) -> bytes:
+    hasher, nbytes = xxhash.xxh3_64(), shard.runs.total
+    for begin in range(0, nbytes, _BUFFER_BYTES):
+        end = min(begin + _BUFFER_BYTES, nbytes)
+        reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
+        reader.settle()
+        hasher.update(host_view(memory[: end - begin]))
+    return hasher.digest()
+
+
+def _digest_samples(
+    reader: StateReader, samples: Sequence[tuple[int, ShardRange]]
+) -> Iterator[tuple[int, bytes]]:
+    """Yields the digests of ranges in host memory, each with its number; reads many at once."""
+    lengths = (each.end - each.begin for _, each in samples)
+    memory = torch.empty(min(sum(lengths), _BUFFER_BYTES), dtype=torch.uint8)
+    waiting: list[tuple[int, ShardRange]] = []
+    end = 0
+
+    def flush() -> Iterator[tuple[int, bytes]]:
+        reader.copy([each for _, each in waiting], memory[:end])
+        view, begin = host_view(memory), 0
+        for at, each in waiting:
+            nbytes = each.end - each.begin
+            yield at, xxhash.xxh3_64_digest(view[begin : begin + nbytes])
+            begin += nbytes
+
+    for at, each in samples:
+        nbytes = each.end - each.begin
+        if end + nbytes > len(memory):
+            yield from flush()
+            waiting, end = [], 0
+        waiting.append((at, each))
+        end += nbytes
+    if waiting:
+        yield from flush()
 
 
 def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[str, str]:
@@ -299,7 +402,7 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
     Args:
         shard_map: Which ranks hold which shards.
         rank: This rank.
-        digests: From `digest_shards`.
+        digests: From `ShardDigests.of`.
     """
     found: dict[Sequence[int], bytearray] = defaultdict(bytearray)
     for shard, digest in _by_shard(shard_map, rank, digests):
@@ -311,20 +414,48 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
     }
 
 
+@dataclass(frozen=True)
+class ShardDifferences:
+    """The shards that are not the same on all of their holders; the same on all ranks.
+
+    Attributes:
+        of_tensors: Name of the tensor, the ranks that differ, and whether that is an error: the first ones,
+            errors before others.
+        num: Number of all, at least.
+    """
+
+    of_tensors: Sequence[tuple[str, str, bool]]
+    num: int
+
+    def lines(self) -> list[str]:
+        """Describes them, one in a line."""
+        lines = [f"  {name}: {ranks}" for name, ranks, _ in self.of_tensors]
+        return lines + ([f"  and at least {self.num - len(lines)} more"] if self.num > len(lines) else [])
+
+
 def compare_shards(
-    world: World, layout: Layout, shard_map: ShardMap, digest: Callable[[], bytes], *, what: str
-) -> None:
+    world: World,
+    layout: Layout,
+    shard_map: ShardMap,
+    how: ShardDigests,
+    digest: Callable[[], bytes],
+    *,
+    what: str,
+) -> ShardDifferences | None:
     """Compares the shards that several ranks hold.
 
     Args:
         world: The ranks.
         layout: The files.
         shard_map: Which ranks hold which bytes.
-        digest: Returns the result of `digest_shards`.
+        how: How they are compared.
+        digest: Returns the result of `ShardDigests.of`.
         what: Name of the step, for messages.
 
+    Returns:
+        The differences; None without any.
+
     Raises:
-        ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
         PeerError: Some rank failed.
     """
     own: dict[_Replica, bytes] = {}
@@ -336,7 +467,7 @@ def compare_shards(
 
     unlike = differing_groups(world.agree(what, summarize))
     if not unlike:
-        return
+        return None
     # Rare: the first holders send all their digests, and the others reply where theirs differ.
     sent = world.gather_bytes(
         what,
@@ -345,33 +476,38 @@ def compare_shards(
     first: dict[_Replica, bytes] = {}
     for rank, digests in enumerate(sent):
         first.update(zip(_first_held(shard_map, rank, unlike), _cut(digests), strict=True))
-    differing = world.agree(what, lambda: _differing(first, own))
+    is_error = {shard: how.is_error(layout.space.ranges[shard[0]].name, shard[1]) for shard in own}
+    differing = world.agree(what, lambda: _differing(first, own, is_error))
     odd: dict[_Replica, dict[int, str]] = defaultdict(dict)
     for rank, (_, few) in enumerate(differing):
         replicated = shard_map.replicated(rank) if few else []
         for at, digest_here in few:
             odd[replicated[at]][rank] = digest_here
     if not odd:
-        return  # the ranks hashed different shards
-    lines = [
-        f"  {layout.space.ranges[number].name}: {_odd_ranks(shard.holders, ranks, world.size)}"
-        for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN)
-    ]
-    more = max(len(odd), *(count for count, _ in differing)) - len(lines)
-    lines += [f"  and at least {more} more"] if more > 0 else []
-    raise ReplicaMismatch("the ranks hold different tensors, so nothing was saved:\n" + "\n".join(lines))
+        return None  # the ranks hashed different shards
+    found = []
+    for (number, shard), ranks in sorted(odd.items(), key=lambda item: item[0][0]):
+        name = layout.space.ranges[number].name
+        odd_ranks = _odd_ranks(shard.holders, ranks, world.size)
+        found.append((name, odd_ranks, how.is_error(name, shard)))
+    found.sort(key=lambda difference: not difference[2])
+    return ShardDifferences(found[:_NUM_SHOWN], max(len(odd), *(count for count, _ in differing)))
 
 
 def _differing(
-    first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes]
+    first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes], is_error: Mapping[_Replica, bool]
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Returns how many of this rank's digests differ from those of the first holders, and the first ones."""
+    """Returns how many of this rank's digests differ from those of the first holders, and the first ones.
+
+    Errors come before others.
+    """
     unlike = [
-        (at, digest.hex())
+        (at, shard, digest.hex())
         for at, (shard, digest) in enumerate(own.items())
         if digest != first.get(shard, digest) and _UNKNOWN not in (digest, first[shard])
     ]
-    return len(unlike), unlike[:_NUM_SHOWN]
+    unlike.sort(key=lambda found: not is_error[found[1]])
+    return len(unlike), [(at, digest) for at, _, digest in unlike[:_NUM_SHOWN]]
 
 
 def _odd_ranks(holders: Sequence[int], digests: Mapping[int, str], num_ranks: int) -> str:

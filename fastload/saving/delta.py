@@ -131,7 +131,11 @@ def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed
         if not problem:
             if reason := _why_complete(call, base, plan.state.layout):
                 return replace(complete, why_complete=reason)
-            found, problem = _find(call, plan, snapshot, base)
+            has_all = agreed.shard_map.is_replicated
+            found = _find(call, plan, snapshot, base, in_place=has_all and snapshot is None)
+            if found.why_complete:
+                return replace(complete, why_complete=found.why_complete)
+            problem = found.problem
         if problem:
             return _complete(call, complete, "", problem)
         return _plan(call, plan, agreed, base, found)
@@ -260,14 +264,38 @@ class _FoundBlocks(NamedTuple):
     changes: PieceChanges | None
 
 
-def _find(
-    call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, base: Base
-) -> tuple[dict[int, _FoundBlocks], str]:
-    """Compares with the base on all ranks.
+class _Found(NamedTuple):
+    """The result of the comparison with the base.
 
-    Returns:
-        The blocks of this rank's share by the first number, and why some rank cannot read the base, if so.
-        The memory of the snapshot is released if all ranks can.
+    Attributes:
+        blocks: The blocks of this rank's share, by the first number.
+        rows: Number, checksum, values and indices of each block of each rank's share.
+        problem: Why some rank cannot read the base, if so.
+        why_complete: Why there can be no delta, if so.
+    """
+
+    blocks: Mapping[int, _FoundBlocks]
+    rows: Sequence[list[list[int]]] = ()
+    problem: str = ""
+    why_complete: str = ""
+
+
+def _find(
+    call: SaveCall,
+    plan: SavePlan,
+    snapshot: Snapshot | None,
+    base: Base,
+    *,
+    in_place: bool,
+) -> _Found:
+    """Compares with the base on all ranks. If there can be a delta, the memory of the snapshot is released.
+
+    Args:
+        call: This rank's call.
+        plan: Its plan of a complete save.
+        snapshot: The bytes that it contributes; None reads them from the state.
+        base: The base.
+        in_place: Whether to read the share from the tensors, if they are contiguous, without a copy.
     """
     world = call.world
     wire = None
@@ -276,13 +304,13 @@ def _find(
         wire, _ = connect(world, what, plan.messages.partners, lambda: None, sends=sends)
     assembler = PartAssembler(world, plan, snapshot, wire)
     comparer = _Comparer(call, plan, base)
-    problem = ""
+    found = _Found(comparer.found)
 
     def work() -> str:
         if snapshot is not None:
             snapshot.await_copies()
         assembler.open()
-        comparer.run(plan.share, assembler, _in_place(plan) if snapshot is None else None)
+        comparer.run(plan.share, assembler, _in_place(plan) if in_place else None)
         assembler.finish()
         if snapshot is not None:
             snapshot.require_unchanged()
@@ -290,18 +318,30 @@ def _find(
 
     try:
         problem = _first_problem(world.settle(f"{call.what}: comparing with {base.manifest.url}", work))
+        found = found._replace(problem=problem)
+        if not problem:
+            what = f"{call.what}: gathering the changes"
+            rows = list(map(_unpack, world.gather_bytes(what, lambda: _pack(comparer.found))))
+            why = _why_copies_differ(rows) if len(plan.leaders) > 1 else ""
+            found = found._replace(rows=rows, why_complete=why)
     finally:
         assembler.close()
-        if comparer.close() and snapshot is not None and not problem:
+        if comparer.close() and snapshot is not None and not found.problem and not found.why_complete:
             snapshot.release()
-    return comparer.found, problem
+    return found
+
+
+def _why_copies_differ(rows: Sequence[list[list[int]]]) -> str:
+    """Returns why the copies of several hosts would not be the same delta; empty if they would."""
+    known: dict[int, list[int]] = {}
+    if all(known.setdefault(row[0], row) == row for of_rank in rows for row in of_rank):
+        return ""
+    return "the replicas of the hosts differ, so their copies would be different deltas"
 
 
 def _in_place(plan: SavePlan) -> dict[int, memoryview] | None:
     """Returns the tensors of a rank's share by number; None if some cannot be read without a copy."""
     layout, found = plan.state.layout, dict[int, memoryview]()
-    if plan.depths.exchanges:
-        return None
     within = (layout.space.overlapping(each.file, each.offset, each.end) for each in plan.share.ranges)
     for number in {number for of_range in within for number, *_ in of_range}:
         view = plan.state.reader.view(number)
@@ -355,8 +395,11 @@ class _Comparer:
             part = share.parts[index]
             if in_place is None:
                 blocks = cutter.feed(part, source.part(index))
+            elif index in share.tails:
+                source.part(index)  # sent all the same, but each block is compared as it is on this rank
+                blocks = []
             else:
-                blocks = [] if index in share.tails else self._cut(part, in_place)
+                blocks = self._cut(part, in_place)
             return partial(self._compare, blocks) if blocks else None
 
         work_on_parts(self._world, self._workers, share.parts, source.depth, begin, self._late)
@@ -475,13 +518,9 @@ class _BlockCutter:
 # The plan of a save of the changes
 
 
-def _plan(
-    call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: Mapping[int, _FoundBlocks]
-) -> DeltaPlan:
-    """Gathers how much has changed in which block, and plans the save of the changes."""
-    world, layout, state = call.world, plan.state.layout, plan.state
-    packed = world.gather_bytes(f"{call.what}: gathering the changes", lambda: _pack(found))
-    rows = [_unpack(each) for each in packed]
+def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: _Found) -> DeltaPlan:
+    """Plans the save of the changes."""
+    world, layout, state, rows = call.world, plan.state.layout, plan.state, found.rows
     checksums = _checksums(layout, [rows[rank] for rank in plan.group.members], call.what)
     specs: list[TensorSpec] = []
     boxes: dict[str, Any] = {}
@@ -493,7 +532,7 @@ def _plan(
             specs.append(stored.spec)
             boxes[name] = tuple((stored.boxes(of_rank), (rank,)) for rank, of_rank in runs.items())
             own = [blocks for blocks in runs.get(world.rank, ()) if stored.boxes([blocks])]
-            parts[name] = [(stored.box(blocks), stored.data(blocks, found)) for blocks in own]
+            parts[name] = [(stored.box(blocks), stored.data(blocks, found.blocks)) for blocks in own]
     changes_layout = replace(
         lay_out(
             specs,

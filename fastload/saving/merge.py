@@ -150,6 +150,7 @@ class MergedState:
         specs: Its tensors, in its order.
         layout: Its files.
         shard_map: Which ranks hold which bytes.
+        meshes: Name of a tensor → the meshes on which ranks hold parts of it; see `mesh_of`.
         strides: Strides of tensors; see `encoder.strides_of`.
     """
 
@@ -157,6 +158,7 @@ class MergedState:
     specs: list[TensorSpec]
     layout: Layout
     shard_map: ShardMap
+    meshes: Mapping[str, frozenset[str]]
     strides: Mapping[str, tuple[int, ...]]
 
 
@@ -188,13 +190,14 @@ def merge_states(
         return None
     structure, specs = _merge_forms(variants, outcome)
     layout = lay_out(specs)
-    shard_map = ShardMap(layout, len(forms), _boxes_by_rank(boxes))
+    by_rank, meshes = _boxes_by_rank(boxes)
+    shard_map = ShardMap(layout, len(forms), by_rank)
     if missing := shard_map.missing():
         _refuse("the ranks together do not have the whole state", missing, outcome)
     strides = {
         name: tuple(given) for (*_, of_rank), _ in reversed(variants) for name, given in of_rank.items()
     }
-    return MergedState(structure, specs, layout, shard_map, strides)
+    return MergedState(structure, specs, layout, shard_map, meshes, strides)
 
 
 def _merge_forms(
@@ -269,33 +272,50 @@ def pack_state(
     return zlib.compress(json.dumps([structure, specs, strides or {}]).encode(), level=1)
 
 
-def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
-    """Packs the boxes that a rank holds; equal ones are stored once."""
-    numbers: dict[tuple[Box, ...], int] = {}
-    columns = [[name, numbers.setdefault(held, len(numbers))] for name, held in boxes.items()]
+HeldBoxes = tuple[tuple[Box, ...], str]
+"""The boxes of a tensor that a rank holds, and its mesh; see `mesh_of`."""
+
+
+def pack_boxes(held: Mapping[str, HeldBoxes]) -> bytes:
+    """Packs the boxes that a rank holds of each tensor; equal ones are stored once."""
+    numbers: dict[HeldBoxes, int] = {}
+    columns = [[name, numbers.setdefault(each, len(numbers))] for name, each in held.items()]
     return zlib.compress(json.dumps([list(numbers), columns]).encode(), level=1)
 
 
-def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
-    boxes, columns = json.loads(zlib.decompress(packed))
-    kinds = [tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in held) for held in boxes]
+def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, HeldBoxes]]:
+    held, columns = json.loads(zlib.decompress(packed))
+    kinds = [
+        (tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes), mesh) for boxes, mesh in held
+    ]
     return ((name, kinds[number]) for name, number in columns)
 
 
-def _boxes_by_rank(packed: Sequence[bytes]) -> dict[str, BoxesByRank]:
-    """Returns for each tensor the boxes of each rank, by their `pack_boxes`; equal ones share one object."""
-    numbers: dict[tuple[Box, ...], int] = {}
+def _boxes_by_rank(
+    packed: Sequence[bytes],
+) -> tuple[dict[str, BoxesByRank], dict[str, frozenset[str]]]:
+    """Returns for each tensor the boxes of each rank, and the meshes, by the `pack_boxes` of the ranks.
+
+    Equal ones share one object.
+    """
+    numbers: dict[HeldBoxes, int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
     for rank, of_rank in enumerate(packed):
         for name, held in _unpack_boxes(of_rank):
             columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
     kinds = list(numbers)
-    known: dict[bytes, BoxesByRank] = {}
+    known: dict[bytes, tuple[BoxesByRank, frozenset[str]]] = {}
     for column in columns.values():
         key = column.tobytes()
         if key not in known:
-            ranks_of: dict[int, list[int]] = {}
+            ranks_of: dict[tuple[Box, ...], list[int]] = {}
             for rank, number in zip(column[::2], column[1::2], strict=True):
-                ranks_of.setdefault(number, []).append(rank)
-            known[key] = tuple((kinds[number], tuple(ranks)) for number, ranks in ranks_of.items())
-    return {name: known[column.tobytes()] for name, column in columns.items()}
+                ranks_of.setdefault(kinds[number][0], []).append(rank)
+            meshes = frozenset(mesh for boxes, mesh in map(kinds.__getitem__, column[1::2]) if boxes)
+            by_rank = tuple((boxes, tuple(ranks)) for boxes, ranks in ranks_of.items())
+            known[key] = by_rank, meshes
+    found = {name: known[column.tobytes()] for name, column in columns.items()}
+    return (
+        {name: by_rank for name, (by_rank, _) in found.items()},
+        {name: meshes for name, (_, meshes) in found.items()},
+    )

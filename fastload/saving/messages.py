@@ -19,6 +19,7 @@ from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.layout import Layout
 from fastload.saving.shard_map import Intervals, MappedShard, ShardMap, TensorShards
+from fastload.saving.split import WriterShare
 
 
 class ShardRange(NamedTuple):
@@ -107,7 +108,7 @@ class MessagePlan:
 def plan_messages(
     layout: Layout,
     shard_map: ShardMap,
-    parts: Sequence[Mapping[int, Sequence[ByteRange]]],
+    shares: Sequence[Mapping[int, WriterShare]],
     rank: int,
     groups: Sequence[Sequence[int]],
     batch_bytes: int,
@@ -117,8 +118,8 @@ def plan_messages(
     Args:
         layout: The files.
         shard_map: Which ranks hold which of their bytes.
-        parts: For each group, the parts that its writers write or hash. Writers that need nothing from this
-            rank may be left out.
+        shares: For each group, the shares of its writers. Writers that need nothing from this rank may be
+            left out.
         rank: The rank.
         groups: The ranks of each group. A shard comes from a rank of the same group, if one holds it.
         batch_bytes: Most bytes of a batch of several parts.
@@ -126,13 +127,14 @@ def plan_messages(
     own: list[list[ShardMessage]] = []
     batches: list[range] = []
     outgoing: list[ShardMessage] = []
-    for of_group, members in zip(parts, map(frozenset, groups), strict=True):
+    for of_group, members in zip(shares, map(frozenset, groups), strict=True):
         if rank in of_group:
+            share = of_group[rank]
             own = [
-                _messages_for(layout, shard_map, part, rank, index, members)
-                for index, part in enumerate(of_group[rank])
+                _messages_for(layout, shard_map, share, rank, index, members)
+                for index in range(len(share.parts))
             ]
-            batches = _batches(of_group[rank], batch_bytes)
+            batches = _batches(share.parts, batch_bytes)
         others = {writer: of_writer for writer, of_writer in of_group.items() if writer != rank}
         if others:
             outgoing += _outgoing(layout, shard_map, others, rank, members, batch_bytes)
@@ -163,13 +165,19 @@ def positions_in(layout: Layout, part: ByteRange, message: ShardMessage) -> list
 
 
 def _messages_for(
-    layout: Layout, shard_map: ShardMap, part: ByteRange, writer: int, index: int, members: Collection[int]
+    layout: Layout,
+    shard_map: ShardMap,
+    share: WriterShare,
+    writer: int,
+    index: int,
+    members: Collection[int],
 ) -> list[ShardMessage]:
     """Returns the messages that fill a part."""
+    part, origin = share.parts[index], share.origins[index]
     found: dict[int, list[ShardRange]] = {writer: []}
     for number, first, last in layout.space.overlapping(part.file, part.offset, part.end):
         for shard, begin, end in shard_map.tensor(number).within(first, last):
-            sender = _sender(shard.holders, writer, index, members)
+            sender = _sender(shard.holders, origin, members)
             found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
     return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]
 
@@ -177,16 +185,56 @@ def _messages_for(
 def _outgoing(
     layout: Layout,
     shard_map: ShardMap,
-    parts: Mapping[int, Sequence[ByteRange]],
+    shares: Mapping[int, WriterShare],
     rank: int,
     members: Collection[int],
     batch_bytes: int,
 ) -> list[ShardMessage]:
     """Returns the messages from a rank to other writers of a group."""
+    find = _found_tails if shard_map.is_replicated else _found_parts
+    of_writer: dict[int, list[ShardMessage]] = {}
+    for (writer, index), of in sorted(find(layout, shard_map, shares, rank, members).items()):
+        of_writer.setdefault(writer, []).append(ShardMessage(rank, writer, index, tuple(of)))
+    return [
+        message
+        for writer, messages in of_writer.items()
+        for message in _batched(messages, _batches(shares[writer].parts, batch_bytes))
+    ]
+
+
+_FoundRanges = dict[tuple[int, int], list[ShardRange]]
+"""Writer and number of its part → the bytes for it from one rank."""
+
+
+def _found_tails(
+    layout: Layout,
+    shard_map: ShardMap,
+    shares: Mapping[int, WriterShare],
+    rank: int,
+    members: Collection[int],
+) -> _FoundRanges:
+    """Finds the bytes that writers need from a rank although they hold all: those that they only hash."""
+    return {
+        (writer, index): list(message.ranges)
+        for writer, share in shares.items()
+        for index in sorted(share.tails)
+        for message in _messages_for(layout, shard_map, share, writer, index, members)
+        if message.sender == rank
+    }
+
+
+def _found_parts(
+    layout: Layout,
+    shard_map: ShardMap,
+    shares: Mapping[int, WriterShare],
+    rank: int,
+    members: Collection[int],
+) -> _FoundRanges:
+    """Finds the bytes that writers need from a rank."""
     known = Intervals(
         ((part.file, part.offset), (part.file, part.end), (part, writer, index))
-        for writer, of_writer in parts.items()
-        for index, part in enumerate(of_writer)
+        for writer, share in shares.items()
+        for index, part in enumerate(share.parts)
     )
     found: dict[tuple[int, int], list[ShardRange]] = {}
     held: dict[TensorShards, list[MappedShard]] = {}
@@ -197,20 +245,13 @@ def _outgoing(
             first = entry.file, entry.offset + shard.runs.start
             last = entry.file, entry.offset + shard.runs.end
             for part, writer, index in known.overlapping(first, last):
-                if _sender(shard.holders, writer, index, members) != rank:
+                if _sender(shard.holders, shares[writer].origins[index], members) != rank:
                     continue
                 begin = shard.runs.before(part.offset - entry.offset)
                 end = shard.runs.before(part.end - entry.offset)
                 if begin < end:
                     found.setdefault((writer, index), []).append(ShardRange(number, shard, begin, end))
-    of_writer: dict[int, list[ShardMessage]] = {}
-    for (writer, index), of in sorted(found.items()):
-        of_writer.setdefault(writer, []).append(ShardMessage(rank, writer, index, tuple(of)))
-    return [
-        message
-        for writer, messages in of_writer.items()
-        for message in _batched(messages, _batches(parts[writer], batch_bytes))
-    ]
+    return found
 
 
 def _batches(parts: Sequence[ByteRange], batch_bytes: int) -> list[range]:
@@ -243,8 +284,9 @@ def _joined(messages: Sequence[ShardMessage], batch: int) -> ShardMessage:
     return ShardMessage(messages[0].sender, messages[0].writer, batch, tuple(ranges))
 
 
-def _sender(holders: Sequence[int], writer: int, part: int, members: Collection[int]) -> int:
-    """Returns the holder that contributes a shard to a part of a writer."""
+def _sender(holders: Sequence[int], origin: tuple[int, int], members: Collection[int]) -> int:
+    """Returns the holder that contributes a shard to a part of a writer; see `WriterShare.origins`."""
+    writer, part = origin
     if writer in holders:
         return writer
     near = [rank for rank in holders if rank in members] or holders

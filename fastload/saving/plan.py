@@ -13,7 +13,15 @@ from fastload.saving.call import SaveCall
 from fastload.saving.layout import Layout
 from fastload.saving.messages import MessagePlan, plan_messages
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.split import WriterGroup, WriterShare, choose_writers, round_to_units, split
+from fastload.saving.split import (
+    WriterGroup,
+    WriterShare,
+    choose_writers,
+    cut_shares,
+    hashing_writers,
+    round_to_units,
+    split,
+)
 from fastload.storage import Target
 
 _PART_BYTES = 4 << 20  # larger parts leave the cache before they are hashed, and touch more new memory
@@ -128,7 +136,10 @@ def make_plan(
     target = target or call.open_target()
     align_bytes = target.align_bytes(max(file.nbytes for file in layout.files))
     depths = StagingDepths(options.write_threads + 1)
-    if not agreed.shard_map.is_replicated:
+    if agreed.shard_map.is_replicated:
+        if align_bytes is not None and any(len(group.writers) > 1 for group in groups):
+            depths = depths._replace(incoming=1, outgoing=1)  # for the tails of shares
+    else:
         depths = StagingDepths.within(
             options.staging_bytes, align_bytes or 1, num_writes=options.write_threads
         )
@@ -158,21 +169,14 @@ def _plan(
     batch_bytes: int,
 ) -> tuple[WriterShare, MessagePlan]:
     """Returns the share of a rank, and its messages."""
-    shares = [
-        {
-            writer: WriterShare.of(layout, ranges, part_bytes)
-            for writer, ranges in split(layout, shard_map, group.writers, align_bytes).items()
-            if writer == rank or not shard_map.is_replicated
-        }
-        for group in groups
-    ]
-    messages = plan_messages(
-        layout,
-        shard_map,
-        [{writer: share.parts for writer, share in of_group.items()} for of_group in shares],
-        rank,
-        [group.members for group in groups],
-        batch_bytes,
-    )
+    shares = []
+    for group in groups:
+        ranges = split(layout, shard_map, group.writers, align_bytes)
+        writers = None
+        if shard_map.is_replicated:  # the others need nothing from this rank
+            writers = hashing_writers(layout, ranges, rank) if rank in ranges else ()
+        shares.append(cut_shares(layout, ranges, part_bytes, writers))
+    members = [group.members for group in groups]
+    messages = plan_messages(layout, shard_map, shares, rank, members, batch_bytes)
     own = [of_group[rank] for of_group in shares if rank in of_group]
     return own[0] if own else WriterShare(), messages

@@ -14,7 +14,7 @@ from fastload.base.devices import DeviceStreams, accelerators_of
 from fastload.base.memory import borrowed, byte_view, copy_flat, host_view, runs
 from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, narrowed
+from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, mesh_of, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardRange
 
@@ -161,6 +161,10 @@ class StateReader:
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Returns the boxes of a tensor that this rank holds."""
         return tuple(box for box, _ in self._parts_of(name))
+
+    def held(self, name: str) -> tuple[tuple[Box, ...], str]:
+        """Returns the boxes of a tensor that this rank holds, and its mesh; see `mesh_of`."""
+        return self.boxes(name), mesh_of(self._tensors[name])
 
     def forget(self) -> None:
         """Drops the references to the state."""

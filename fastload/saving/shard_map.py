@@ -110,7 +110,7 @@ class ShardMap:
         self._boxes = boxes
         self._known: dict[tuple[tuple[int, ...], int, int], TensorShards] = {}
 
-    def is_of(self, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank]) -> bool:
+    def is_of(self, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> bool:
         """Whether it was made of these arguments."""
         return (
             self._entries is layout.space.ranges and len(self._everyone) == num_ranks and self._boxes == boxes

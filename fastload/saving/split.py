@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.ranges import ByteRange, Space, deal_uncut, merged
 from fastload.saving.layout import Layout
-from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
+from fastload.saving.shard_map import Intervals, MappedShard, ShardMap, TensorShards
 from fastload.transfer.demand import deal
 
 _MAX_HOLDERS = 8  # of a unit: with more holders of parts of it, it matters little which rank writes it
@@ -67,29 +67,79 @@ class WriterShare:
         ranges: The ranges that it writes, in file order.
         parts: The same ranges cut into parts, and the tails.
         tails: Numbers of the parts that it only hashes: the rest of blocks that begin in a range.
+        origins: For each part, the writer that writes it, and a number of it there. They decide which holder
+            contributes it, so that a tail has the bytes that are written.
     """
 
     ranges: Sequence[ByteRange] = ()
     parts: Sequence[ByteRange] = ()
     tails: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, layout: Layout, ranges: Sequence[ByteRange], part_bytes: int) -> WriterShare:
-        """Returns the share of a writer with these ranges, in parts of at most so many bytes."""
-        parts: list[ByteRange] = []
-        tails = set()
-        for written in ranges:
-            for at in range(written.offset, written.end, part_bytes):
-                parts.append(ByteRange(written.file, at, min(part_bytes, written.end - at)))
-            if tail := layout.tail_of(written):
-                tails.add(len(parts))
-                parts.append(tail)
-        return cls(ranges, parts, frozenset(tails))
+    origins: Sequence[tuple[int, int]] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that it writes."""
         return sum(written.nbytes for written in self.ranges)
+
+
+def cut_shares(
+    layout: Layout,
+    ranges: Mapping[int, Sequence[ByteRange]],
+    part_bytes: int,
+    writers: Collection[int] | None = None,
+) -> dict[int, WriterShare]:
+    """Cuts the ranges of writers into parts.
+
+    Args:
+        layout: The files.
+        ranges: The ranges of each writer of a copy, in file order.
+        part_bytes: Most bytes of a part.
+        writers: The writers whose shares to return; None for all.
+    """
+    written = Intervals(
+        ((each.file, each.offset), (each.file, each.end), (writer, number, each))
+        for writer, of_writer in ranges.items()
+        for number, each in enumerate(of_writer)
+    )
+
+    def cut(within: ByteRange) -> Iterator[tuple[ByteRange, tuple[int, int]]]:
+        """Yields the parts of a range, which writers may share, with their origins."""
+        file = within.file
+        for writer, number, each in written.overlapping((file, within.offset), (file, within.end)):
+            first, end = max(each.offset, within.offset), min(each.end, within.end)
+            index = (first - each.offset) // part_bytes
+            for at in range(each.offset + index * part_bytes, end, part_bytes):
+                begin = max(at, first)
+                yield ByteRange(file, begin, min(at + part_bytes, end) - begin), (writer, number + index)
+                index += 1
+
+    shares = {}
+    for writer in ranges if writers is None else writers:
+        parts: list[tuple[ByteRange, tuple[int, int]]] = []
+        tails = set[int]()
+        for each in ranges[writer]:
+            parts += cut(each)
+            if tail := layout.tail_of(each):
+                first = len(parts)
+                parts += cut(tail)
+                tails.update(range(first, len(parts)))
+        shares[writer] = WriterShare(
+            ranges[writer], [part for part, _ in parts], frozenset(tails), [origin for _, origin in parts]
+        )
+    return shares
+
+
+def hashing_writers(layout: Layout, ranges: Mapping[int, Sequence[ByteRange]], writer: int) -> set[int]:
+    """Returns the writers that hash bytes which one of them writes, that one included."""
+    own = Intervals(
+        ((each.file, each.offset), (each.file, each.end), each) for each in ranges.get(writer, ())
+    )
+    tails = ((other, tail) for other, of_other in ranges.items() for tail in map(layout.tail_of, of_other))
+    return {writer} | {
+        other
+        for other, tail in tails
+        if tail and any(own.overlapping((tail.file, tail.offset), (tail.file, tail.end)))
+    }
 
 
 def round_to_units(part_bytes: int, align_bytes: int | None) -> int:

@@ -36,11 +36,13 @@ class Damage(NamedTuple):
         file: Index of the file in the manifest.
         number: Number of the block in that file.
         text: Description for users.
+        doubt: See `Manifest.doubt_about`.
     """
 
     file: int
     number: int
     text: str
+    doubt: str = ""
 
 
 def refuse(damage: Damage) -> NoReturn:
@@ -49,7 +51,8 @@ def refuse(damage: Damage) -> NoReturn:
     Raises:
         ChecksumError: Always.
     """
-    raise ChecksumError(f"damaged: {damage.text}", (damage.text,))
+    doubt = f". {damage.doubt}" if damage.doubt else ""
+    raise ChecksumError(f"damaged: {damage.text}{doubt}", (damage.text,))
 
 
 class Verifier:
@@ -92,7 +95,7 @@ class Verifier:
                     continue
             name = self._name_of(manifest.blocks.space.ranges[index])
             text = manifest.describe_damage(block, name, checksum(data))
-            self._on_damage(Damage(block.file, number, text))
+            self._on_damage(Damage(block.file, number, text, manifest.doubt_about(block)))
 
     def _name_of(self, extent: TensorEntry | Piece) -> str:
         if isinstance(extent, TensorEntry):

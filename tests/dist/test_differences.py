@@ -82,7 +82,8 @@ def test_it_costs_no_step_more(rank: int, world: int, tmp_path: Path) -> None:
 
     World.gather = count  # type: ignore[method-assign]
     counts: dict[str, list[int]] = {}
-    state = {"model": {"w": torch.ones(30, 30)}, "step": 3, "own": PerRank(rank)}
+    model = {"w": torch.ones(30, 30), "large": torch.ones(300, 300)}
+    state = {"model": model, "step": 3, "own": PerRank(rank)}
     for how in ("off", "small"):
         steps.clear()
         options = replace(OPTIONS, check_replicas=how)

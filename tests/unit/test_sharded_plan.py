@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.merge import merge
 from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, positions_in
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.split import WriterShare, split
+from fastload.saving.split import WriterShare, cut_shares, split
 from fastload.saving.write import BlockHasher
 from tests.unit.test_layout import SIZES
 
@@ -75,10 +75,13 @@ def saves(draw: st.DrawFn) -> tuple[Layout, dict[str, BoxesByRank] | None, int]:
     return layout, draw(st.sampled_from([boxes, boxes, None])), num_ranks  # None: all hold everything
 
 
-def bytes_of(layout: Layout) -> list[bytes]:
-    """The files, with any data."""
-    rng = random.Random(0)
-    return [file.header + rng.randbytes(file.nbytes - len(file.header)) for file in layout.files]
+def bytes_of(layout: Layout, *, seed: int = 0) -> list[bytes]:
+    """The files, with any data but ``?``."""
+    rng = random.Random(seed)
+    return [
+        file.header + rng.randbytes(file.nbytes - len(file.header)).replace(b"?", b"!")
+        for file in layout.files
+    ]
 
 
 def packed(layout: Layout, message: ShardMessage, files: Sequence[bytes]) -> bytes:
@@ -119,40 +122,54 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
     part_bytes = data.draw(st.integers(1, 4)) * (align_bytes or 100)
     cut = data.draw(st.integers(0, num_ranks - 1))
     teams = [tuple(range(cut)), tuple(range(cut, num_ranks))] if cut else [tuple(range(num_ranks))]
-    files = bytes_of(layout)
     shares = []
     for members in teams:
         writers = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
         ranges = split(layout, shard_map, writers, align_bytes)
-        shares.append({writer: WriterShare.of(layout, each, part_bytes) for writer, each in ranges.items()})
-    parts = [{writer: share.parts for writer, share in of_team.items()} for of_team in shares]
+        shares.append(cut_shares(layout, ranges, part_bytes))
     batch_bytes = data.draw(st.integers(1, 3)) * part_bytes
     messages = [
-        plan_messages(layout, shard_map, parts, rank, teams, batch_bytes) for rank in range(num_ranks)
+        plan_messages(layout, shard_map, shares, rank, teams, batch_bytes) for rank in range(num_ranks)
     ]
     check_both_ends(messages)
     for of_team in shares:
         for writer, share in of_team.items():
             check_batches(share.parts, messages[writer], batch_bytes)
+    files = bytes_of(layout)
+    replicas = [bytes_of(layout, seed=rank) for rank in range(num_ranks)]
     for of_team in shares:
-        written = [bytearray(b"?" * len(content)) for content in files]
-        sums: dict[int, bytes] = {}
-        for writer, share in of_team.items():
-            hasher = BlockHasher(layout.blocks_of(share.ranges))
-            for index, part in enumerate(share.parts):
-                coming = messages[writer].parts[index]
-                found = assembled(layout, part, coming, [packed(layout, each, files) for each in coming])
-                hasher.feed(part, memoryview(found))
-                if index not in share.tails:
-                    assert set(written[part.file][part.offset : part.end]) <= {ord("?")}
-                    written[part.file][part.offset : part.end] = found
-            for first, text in hasher.checksums():
-                digests = bytes.fromhex(text)
-                for number in range(len(digests) // 8):
-                    assert first + number not in sums
-                    sums[first + number] = digests[8 * number : 8 * number + 8]
-        assert [bytes(content) for content in written] == files
+        written, sums = written_by(layout, of_team, messages, [files] * num_ranks)
+        assert written == files
         assert sums == all_sums(layout, files)
+        written, sums = written_by(layout, of_team, messages, replicas)
+        assert sums == all_sums(layout, written), "of what is written, whoever has something else"
+
+
+def written_by(
+    layout: Layout,
+    shares: Mapping[int, WriterShare],
+    messages: Sequence[MessagePlan],
+    files: Sequence[Sequence[bytes]],
+) -> tuple[list[bytes], dict[int, bytes]]:
+    """What some ranks write if each holds files of its own, and the checksums by the number of the block."""
+    written = [bytearray(b"?" * len(content)) for content in files[0]]
+    sums: dict[int, bytes] = {}
+    for writer, share in shares.items():
+        hasher = BlockHasher(layout.blocks_of(share.ranges))
+        for index, part in enumerate(share.parts):
+            coming = messages[writer].parts[index]
+            sent = [packed(layout, each, files[each.sender]) for each in coming]
+            found = assembled(layout, part, coming, sent)
+            hasher.feed(part, memoryview(found))
+            if index not in share.tails:
+                assert set(written[part.file][part.offset : part.end]) <= {ord("?")}
+                written[part.file][part.offset : part.end] = found
+        for first, text in hasher.checksums():
+            digests = bytes.fromhex(text)
+            for number in range(len(digests) // 8):
+                assert first + number not in sums
+                sums[first + number] = digests[8 * number : 8 * number + 8]
+    return [bytes(content) for content in written], sums
 
 
 def test_writers_of_few_parts_write_about_as_much() -> None:
@@ -210,7 +227,7 @@ def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[int, bytes]:
     [
         ((4,), [Shard(0)], 0.04),
         ((2, 2), [Replicate(), Shard(0)], 0.04),
-        ((4,), [Replicate()], 0.0),
+        ((4,), [Replicate()], 0.001),
         ((4,), [Shard(1)], 0.76),
         ((2, 2), [Replicate(), Shard(1)], 0.51),
         ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], 0.04),
@@ -227,8 +244,8 @@ def test_who_holds_long_ranges_writes_them_and_all_write_as_much(
     sizes = [sum(each.nbytes for each in of_writer) for of_writer in ranges.values()]
     assert sum(sizes) == layout.nbytes
     assert max(sizes) <= layout.nbytes / 4 + 2.5 * MIB
-    parts = {writer: WriterShare.of(layout, each, 4 * MIB).parts for writer, each in ranges.items()}
-    messages = [plan_messages(layout, shard_map, [parts], rank, [range(4)], 16 * MIB) for rank in range(4)]
+    shares = cut_shares(layout, ranges, 4 * MIB)
+    messages = [plan_messages(layout, shard_map, [shares], rank, [range(4)], 16 * MIB) for rank in range(4)]
     sent = [sum(message.nbytes for message in of_rank.outgoing) for of_rank in messages]
     assert sum(sent) <= most_sent * layout.nbytes
     assert max(sent) <= sum(sent) / 4 + 0.02 * layout.nbytes

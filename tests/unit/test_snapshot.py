@@ -17,7 +17,7 @@ from fastload.saving.messages import ShardMessage, plan_messages
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import BufferPool, Snapshot, buffer_pool
-from fastload.saving.split import WriterShare
+from fastload.saving.split import cut_shares
 
 _BUFFER_BYTES = 8 * PAGE_BYTES
 _LONGEST_BYTES = 3 * PAGE_BYTES
@@ -37,8 +37,8 @@ class NotingPool(BufferPool):
 
 def messages_of(layout: Layout, part_bytes: int) -> list[ShardMessage]:
     """What one rank alone contributes to the first file."""
-    parts = WriterShare.of(layout, [ByteRange(0, 0, layout.files[0].nbytes)], part_bytes).parts
-    plan = plan_messages(layout, ShardMap(layout, 1), [{0: parts}], 0, [range(1)], part_bytes)
+    shares = cut_shares(layout, {0: [ByteRange(0, 0, layout.files[0].nbytes)]}, part_bytes)
+    plan = plan_messages(layout, ShardMap(layout, 1), [shares], 0, [range(1)], part_bytes)
     return plan.contributed
 
 
