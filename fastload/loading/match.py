@@ -18,6 +18,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor, leaves, raise_refused
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import DTensorRanks
+from fastload.loading.aliases import AliasedMemory
 from fastload.loading.into import (
     Differences,
     NewTuple,
@@ -80,7 +81,7 @@ class Match:
         device: The first device of the destinations that is not the CPU; else the device of new tensors.
         finish: Called once all bytes are read: copies tensors that are wanted twice, puts values and new
             tensors where they belong, and returns the result of the load.
-        calls: Whether `finish` calls the caller's code, which may fail on this rank alone.
+        calls: Whether `finish` may fail on this rank alone: it calls the caller's code, or compares values.
         is_in_place: Whether all is done once the destinations have their bytes: `finish` changes nothing.
         left_out: What is not loaded although it is wanted; see `LoadReport`.
         surplus: What the checkpoint has beyond that.
@@ -88,6 +89,7 @@ class Match:
             tensors that all exist at its end.
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
         bytes_patched: Bytes of tensors that `finish` patches; see `fastload.loading.patch`.
+        aliases: Memory of several tensors of the checkpoint, with what is written there.
     """
 
     destinations: list[Destination]
@@ -100,6 +102,7 @@ class Match:
     writer: Writer | None = None
     is_mapped: bool = False
     bytes_patched: int = 0
+    aliases: Sequence[AliasedMemory] = ()
 
     @property
     def num_tensors(self) -> int:
@@ -290,17 +293,19 @@ def _match_into(
         pairs.restore(manifest.url, targets, shards, strict=is_strict)
         return named
 
-    calls = pairs.hold_more_than_tensors or not all(
-        isinstance(slot.container, dict | list) for slot, _ in slots
-    )
+    is_plain = all(isinstance(slot.container, dict | list) for slot, _ in slots)
+    calls = pairs.hold_more_than_tensors or not is_plain or targets.may_differ
     return Match(
         destinations,
         device_of(destinations, targets.device),
         finish,
         calls=calls,
-        is_in_place=not (calls or slots or targets.copies or targets.dequantizers or targets.new),
+        is_in_place=not (
+            calls or slots or targets.copies or targets.dequantizers or targets.new or targets.aliases
+        ),
         left_out=tuple(differences.left_out),
         surplus=surplus if request.strict else Surplus(),
+        aliases=targets.aliases,
     )
 
 
@@ -477,7 +482,13 @@ class BoxRequest:
                 is_all = len(of_entry) == 1 and box == Box.whole(shape)
                 builder.add(entry, stored, tensor, None if is_all else box)
         destinations = builder.build()
-        return Match(destinations, device_of(destinations, _CPU), builder.copy)
+        return Match(
+            destinations,
+            device_of(destinations, _CPU),
+            builder.copy,
+            calls=builder.may_differ,
+            aliases=builder.aliases,
+        )
 
 
 def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dict[str, list[Box]]:

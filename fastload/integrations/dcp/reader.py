@@ -317,9 +317,13 @@ class _LoadTargets:
         entry = self._manifest.by_name[stored]
         dtype, shape = torch_spec(entry)
         if len(shape) == len(box.sizes) + 1:  # complex128, stored as pairs
-            pairs = torch.empty((*box.sizes, 2), dtype=dtype, device=tensor.device)
-            self._pairs.append((tensor, torch.view_as_complex(pairs)))
-            box, tensor = fastload.Box((*box.offsets, 0), (*box.sizes, 2)), pairs
+            box = fastload.Box((*box.offsets, 0), (*box.sizes, 2))
+            if tensor.is_complex() and not (tensor.is_conj() or tensor.is_neg()):
+                tensor = torch.view_as_real(tensor)
+            else:
+                pairs = torch.empty(box.sizes, dtype=dtype, device=tensor.device)
+                self._pairs.append((tensor, torch.view_as_complex(pairs)))
+                tensor = pairs
         self.boxes.setdefault(stored, []).append((box, tensor))
 
 
