@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import xxhash
 
 from fastload.base.threads import in_threads
-from fastload.errors import ManifestError
+from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
 
@@ -23,12 +23,13 @@ def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
     """Returns size and version of files, by name.
 
     Raises:
-        ManifestError: Some are missing.
+        IncompleteCheckpoint: Some are missing.
     """
     stats = dict(zip(names, in_threads(storage.stat, names), strict=True))
     missing = [name for name, stat in stats.items() if stat is None]
     if missing:
-        raise ManifestError(f"{storage.url}: {len(missing)} of {len(names)} files missing: {show(missing)}")
+        count = f"{len(missing)} of {len(names)}"
+        raise IncompleteCheckpoint(f"{storage.url}: {count} files missing: {show(missing)}")
     return {name: stat for name, stat in stats.items() if stat is not None}
 
 
@@ -42,7 +43,8 @@ def read_limited(storage: Storage, name: str, what: str, max_bytes: int) -> byte
         max_bytes: Most bytes that such a file may have.
 
     Raises:
-        ManifestError: It is missing or too long.
+        IncompleteCheckpoint: It is missing.
+        ManifestError: It is too long.
     """
     nbytes = stat_all(storage, [name])[name].nbytes
     if nbytes > max_bytes:
