@@ -9,7 +9,7 @@ import xxhash
 from fastload.base.threads import in_threads
 from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.untrusted import show
-from fastload.storage.base import FileStat, Storage
+from fastload.storage.base import HEAD_BYTES, FileStat, Storage, is_page
 
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
@@ -17,6 +17,25 @@ def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
     storage.read_into(name, offset, [memoryview(buffer)])
     return bytes(buffer)
+
+
+_LFS = b"version https://git-lfs"
+_TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
+
+
+def what_instead(storage: Storage, name: str, nbytes: int) -> str:
+    """Returns what a file is that is no part of a checkpoint, and what to do; empty if that is unknown."""
+    if instead := _what_begins(read_bytes(storage, name, 0, min(nbytes, HEAD_BYTES))):
+        return instead
+    if nbytes > _TAR_BYTES and read_bytes(storage, name, *_TAR_SIGN[:2]) == _TAR_SIGN[2]:
+        return "a tar archive, which fastload does not read"
+    return ""
+
+
+def _what_begins(head: bytes) -> str:
+    if head.startswith(_LFS):
+        return "a pointer of git-lfs in place of the file: run `git lfs pull` there, or download the file"
+    return "a page of HTML or XML in place of the file" if is_page(head) else ""
 
 
 def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
@@ -44,14 +63,17 @@ def read_limited(storage: Storage, name: str, what: str, max_bytes: int) -> byte
 
     Raises:
         IncompleteCheckpoint: It is missing.
-        ManifestError: It is too long.
+        ManifestError: It is too long, or a file of another kind.
     """
     nbytes = stat_all(storage, [name])[name].nbytes
     if nbytes > max_bytes:
         raise ManifestError(
             f"{storage.label(name)}: {what} of {nbytes} bytes is over the limit of {max_bytes}"
         )
-    return read_bytes(storage, name, 0, nbytes)
+    data = read_bytes(storage, name, 0, nbytes)
+    if instead := _what_begins(data[:HEAD_BYTES]):
+        raise ManifestError(f"{storage.label(name)}: {instead}")
+    return data
 
 
 def digest_of_file(storage: Storage, name: str, max_bytes: int) -> str:

@@ -14,7 +14,7 @@ from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import BIN_NAME, INDEX_NAME, INDEX_SUFFIX, SUFFIX, missing_files
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import read_bytes, read_limited, stat_all
+from fastload.formats.reading import read_bytes, read_limited, stat_all, what_instead
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors
 
 _MAX_INDEX_BYTES = 100_000_000
-_TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
 
 
 def has_files(listing: Sequence[str]) -> bool:
@@ -205,19 +204,13 @@ def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
     limit = min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES)
     if length > limit:
         # Files of other kinds end here.
-        if _is_tar(storage, name, prefix, nbytes):
-            raise ManifestError(f"{url}: a tar archive, which fastload does not read")
+        if instead := what_instead(storage, name, nbytes):
+            raise ManifestError(f"{url}: {instead}")
         raise ManifestError(
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {nbytes}); the file starts with {prefix!r}"
         )
     return read_bytes(storage, name, LENGTH_BYTES, length)
-
-
-def _is_tar(storage: Storage, name: str, prefix: bytes, nbytes: int) -> bool:
-    member = prefix.rstrip(b"\0")
-    may_be = nbytes > _TAR_BYTES and member.isascii() and member.decode().isprintable()
-    return may_be and read_bytes(storage, name, *_TAR_SIGN[:2]) == _TAR_SIGN[2]
 
 
 def _select(

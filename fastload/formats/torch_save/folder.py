@@ -11,7 +11,7 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
 from fastload.formats.parts import join_manifests, numbered
-from fastload.formats.reading import read_bytes, stat_all
+from fastload.formats.reading import read_bytes, stat_all, what_instead
 from fastload.formats.safetensors.reader import choose_single, find_single, read_index, require_numbered
 from fastload.formats.state import children, dict_node, leaves
 from fastload.formats.torch_save import legacy_file, zip_file
@@ -58,7 +58,10 @@ def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, 
         return zip_file.read_file(storage, name, stat, exact=exact, budget=budget)
     if head.startswith(LEGACY_STARTS):
         return legacy_file.read_file(storage, name, stat, exact=exact, budget=budget)
-    raise ManifestError(f"{storage.label(name)}: no file of torch.save: it starts with {head[:8]!r}")
+    instead = (
+        what_instead(storage, name, stat.nbytes) or f"no file of torch.save: it starts with {head[:8]!r}"
+    )
+    raise ManifestError(f"{storage.label(name)}: {instead}")
 
 
 def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) -> Manifest:

@@ -33,8 +33,9 @@ from torch.utils._pytree import tree_leaves
 import fastload
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
+from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import DTensorRanks, empty_like, is_dtensor, local_parts
-from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, done, overrides, pickled
+from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
 from fastload.loading.selection import GAP, Outline
 from fastload.options import LoadOptions
 
