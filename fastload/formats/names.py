@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count, islice
 
 from fastload.storage.base import Names
 
@@ -32,6 +33,7 @@ SHARDING_NAME = "metadata.pkl"
 SUFFIX = ".safetensors"
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """The names of transformers for files of torch.save."""
+BIN_SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
 INDEX_SUFFIX = ".safetensors.index.json"
 MODEL_STEM = "model"
 """The first part of the names of the files of a save."""
@@ -50,6 +52,10 @@ LEGACY_STARTS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",)  # 0x1950a86a20f9
 """The first bytes of files of torch.save from before torch 1.6."""
 START_BYTES = 16
 """Bytes to read of a file to compare with these."""
+
+_SHARD = re.compile(r"(?:shard-\d+-)?(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\D.*)")
+_NUMBERED = re.compile(r"(?P<before>consolidated\.)(?P<number>\d+)(?P<after>\.\D.*)")
+_MOST_MISSING = 20  # which a message lists
 
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
@@ -72,6 +78,36 @@ def metadata_names(listing: Sequence[str]) -> list[str]:
         return [METADATA_NAME]
     found = {int(match[1]): match[0] for match in map(_METADATA_OF_RANK.fullmatch, listing) if match}
     return [found[rank] for rank in sorted(found)]
+
+
+def missing_files(names: Iterable[str]) -> list[str]:
+    """Returns files that are missing according to the numbers in the names of others: the first ones.
+
+    ``model-00001-of-00003.safetensors`` has two more next to it. Of a checkpoint of DCP
+    (``shard-00000-model-00001-of-00003.safetensors``), some rank has a part of each.
+    """
+    groups: dict[tuple[str, str, str], dict[int, int]] = {}  # number → its digits
+    for name in names:
+        match = _SHARD.fullmatch(name) or _NUMBERED.fullmatch(name)
+        if match:
+            key = match["before"], match.groupdict().get("count", ""), match["after"]
+            groups.setdefault(key, {})[int(match["number"])] = len(match["number"])
+    found: list[str] = []
+    for (before, num_files, after), numbers in groups.items():
+        found += islice(_missing(before, num_files, after, numbers), _MOST_MISSING - len(found))
+    return found
+
+
+def _missing(before: str, num_files: str, after: str, there: dict[int, int]) -> Iterator[str]:
+    width = min(there.values())
+    end = int(num_files) if num_files else max(there) + 1
+    counted = f"-of-{num_files}" if num_files else ""
+    first = 0 if 0 in there or not num_files else 1
+    for number in count(first):
+        if number >= end + (first if num_files else 0):
+            return
+        if number not in there:
+            yield f"{before}{number:0{width}}{counted}{after}"
 
 
 def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:

@@ -22,6 +22,7 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
     BIN_INDEX_NAME,
     BIN_NAME,
+    BIN_SHARD,
     INDEX_NAME,
     LEGACY_STARTS,
     METADATA_NAME,
@@ -52,7 +53,10 @@ _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # 
     ),
     (safetensors.has_files, "safetensors.reader"),
     (lambda names: any(map(ZERO_FILE.fullmatch, names)), "deepspeed"),
-    (lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder"),
+    (
+        lambda names: any(name in (BIN_NAME, BIN_INDEX_NAME) or BIN_SHARD.fullmatch(name) for name in names),
+        "torch_save.folder",
+    ),
 )
 _OWN_RECORD = RECORD_NAME, "record"
 _RECORDS = {

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import xxhash
 
 from fastload.base.threads import in_threads
-from fastload.errors import ManifestError
+from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.untrusted import show
-from fastload.storage.base import FileStat, Storage
+from fastload.storage.base import HEAD_BYTES, FileStat, Storage, is_page
 
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
@@ -19,16 +19,36 @@ def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
+_LFS = b"version https://git-lfs"
+_TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
+
+
+def what_instead(storage: Storage, name: str, nbytes: int) -> str:
+    """Returns what a file is that is no part of a checkpoint, and what to do; empty if that is unknown."""
+    if instead := _what_begins(read_bytes(storage, name, 0, min(nbytes, HEAD_BYTES))):
+        return instead
+    if nbytes > _TAR_BYTES and read_bytes(storage, name, *_TAR_SIGN[:2]) == _TAR_SIGN[2]:
+        return "a tar archive, which fastload does not read"
+    return ""
+
+
+def _what_begins(head: bytes) -> str:
+    if head.startswith(_LFS):
+        return "a pointer of git-lfs in place of the file: run `git lfs pull` there, or download the file"
+    return "a page of HTML or XML in place of the file" if is_page(head) else ""
+
+
 def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
     """Returns size and version of files, by name.
 
     Raises:
-        ManifestError: Some are missing.
+        IncompleteCheckpoint: Some are missing.
     """
     stats = dict(zip(names, in_threads(storage.stat, names), strict=True))
     missing = [name for name, stat in stats.items() if stat is None]
     if missing:
-        raise ManifestError(f"{storage.url}: {len(missing)} of {len(names)} files missing: {show(missing)}")
+        count = f"{len(missing)} of {len(names)}"
+        raise IncompleteCheckpoint(f"{storage.url}: {count} files missing: {show(missing)}")
     return {name: stat for name, stat in stats.items() if stat is not None}
 
 
@@ -42,14 +62,18 @@ def read_limited(storage: Storage, name: str, what: str, max_bytes: int) -> byte
         max_bytes: Most bytes that such a file may have.
 
     Raises:
-        ManifestError: It is missing or too long.
+        IncompleteCheckpoint: It is missing.
+        ManifestError: It is too long, or a file of another kind.
     """
     nbytes = stat_all(storage, [name])[name].nbytes
     if nbytes > max_bytes:
         raise ManifestError(
             f"{storage.label(name)}: {what} of {nbytes} bytes is over the limit of {max_bytes}"
         )
-    return read_bytes(storage, name, 0, nbytes)
+    data = read_bytes(storage, name, 0, nbytes)
+    if instead := _what_begins(data[:HEAD_BYTES]):
+        raise ManifestError(f"{storage.label(name)}: {instead}")
+    return data
 
 
 def digest_of_file(storage: Storage, name: str, max_bytes: int) -> str:

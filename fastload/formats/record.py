@@ -309,7 +309,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
     names = [file.name for file in record.files]
     try:
         stats = stat_all(storage, names)
-    except ManifestError as missing:
+    except IncompleteCheckpoint as missing:
         raise IncompleteCheckpoint(f"{missing}, although {RECORD_NAME} names them") from None
     for file in record.files:
         if stats[file.name].nbytes != file.nbytes:

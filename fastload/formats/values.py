@@ -26,6 +26,7 @@ from fastload.errors import CheckpointError
 
 MAX_DEPTH = 100  # of containers in containers
 BARE_NAME = "tensor"  # of a tensor without a path: the complete state
+BYTES_IO = "io.BytesIO"  # marks the bytes of a `BytesIO` in states of DCP, in a tuple of both
 
 _MAX_SAME_HASH = 256  # keys of one dict, each compared with all before it
 

@@ -252,15 +252,15 @@ def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
     if outside is not None:
         return f"{_text(outside)} is out of bounds for a tensor of shape {list(shape)}"
     filled = [box for box in boxes if box.numel]
-    problem = _overlap(filled, len(shape))
+    problem = overlap_of(filled, len(shape))
     numel, wanted = sum(box.numel for box in filled), prod(shape)
     if not problem and numel != wanted:
         problem = f"its boxes have {numel} of {wanted} elements"
     return problem
 
 
-def _overlap(boxes: Sequence[Box], num_dims: int) -> str:
-    """Names two boxes that overlap; empty if there are none.
+def overlap_of(boxes: Sequence[Box], num_dims: int) -> str:
+    """Returns which two boxes overlap, or that they are too many to tell; empty if none do.
 
     Boxes are separated along one dimension after the other; those that cannot be are compared in pairs.
     """

@@ -26,7 +26,8 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
 from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
 from fastload.geometry.dtensors import is_dtensor
-from fastload.loading.mismatch import FOUND_LATE, raise_mismatch
+from fastload.loading.aliases import FOUND_LATE, all_differ, differing_line, raise_differing
+from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.modules import (
     TensorSlot,
     Unfilled,
@@ -248,14 +249,18 @@ class Pairs:
         with torch.no_grad():  # else each access to a DTensor turns it off and on
             loaded = {identity(_current(slot)) for _, slot in self.tensors} if self.modules else set()
         dicts = [(module, _state_dict(module, as_stored, loaded)) for module in self.modules]
+        lost: list[str] = []
         for module, state in dicts:
+            given = dict(state)
             with _naming(url, module.where):
                 module.module.load_state_dict(state, strict=strict)
+            lost += _lost(module, given)
         for container, key, value in values:
             container[key] = value
         for part, state in states:
             with _naming(url, part.where):
                 part.target.load_state_dict(state)
+        raise_differing(url, lost)
         raise_mismatch(url, unfilled=still_unfilled(self.unfilled), is_late=True)
 
 
@@ -294,6 +299,21 @@ def _state_dict(module: ModuleRestore, decoder: StateDecoder, loaded: Container[
     if module.metadata is not None:
         state._metadata = module.metadata.build(StateDecoder({}))
     return state
+
+
+def _lost(module: ModuleRestore, given: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each value that the module's `load_state_dict` has replaced with another one."""
+    tied: dict[object, dict[str, Any]] = {}
+    for name, slot in module.own.items():
+        if isinstance(module.given.get(name), SavedValue):
+            tied.setdefault(identity(_current(slot)), {})[name] = _current(slot).detach()
+    lines = []
+    for tensors in tied.values():
+        if len(tensors) < 2 or any(is_dtensor(tensor) for tensor in tensors.values()):
+            continue
+        kept = [name for name, tensor in tensors.items() if not all_differ(tensor, given[name])]
+        lines += [differing_line(kept[0], name) for name in tensors if kept and name not in kept]
+    return lines
 
 
 def _current(slot: TensorSlot) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
@@ -18,6 +18,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor, leaves, raise_refused
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import DTensorRanks
+from fastload.loading.aliases import AliasedMemory
 from fastload.loading.into import (
     Differences,
     NewTuple,
@@ -29,6 +30,7 @@ from fastload.loading.into import (
 )
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, overlaps, raise_mismatch
 from fastload.loading.modules import TensorSlot
+from fastload.loading.quantized import has_scales, unscaled
 from fastload.loading.selection import RankView, Selection
 from fastload.loading.targets import (
     Destination,
@@ -43,6 +45,9 @@ from fastload.loading.targets import (
 from fastload.transfer.buffers import Writer
 
 _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
+_SCALE = (
+    "some of these are scales of quantised weights: LoadOptions(dequantize=True) loads the weights with them"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Surplus:
             MismatchError: It has; lists them.
         """
         is_all = len(unwanted) == len(self.names)
-        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
+        is_valid = is_all or self.advice == _SCALE
+        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_valid else _LEAVE_OUT)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Match:
         device: The first device of the destinations that is not the CPU; else the device of new tensors.
         finish: Called once all bytes are read: copies tensors that are wanted twice, puts values and new
             tensors where they belong, and returns the result of the load.
-        calls: Whether `finish` calls the caller's code, which may fail on this rank alone.
+        calls: Whether `finish` may fail on this rank alone: it calls the caller's code, or compares values.
         is_in_place: Whether all is done once the destinations have their bytes: `finish` changes nothing.
         left_out: What is not loaded although it is wanted; see `LoadReport`.
         surplus: What the checkpoint has beyond that.
@@ -88,6 +94,7 @@ class Match:
             tensors that all exist at its end.
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
         bytes_patched: Bytes of tensors that `finish` patches; see `fastload.loading.patch`.
+        aliases: Memory of several tensors of the checkpoint, with what is written there.
     """
 
     destinations: list[Destination]
@@ -100,6 +107,7 @@ class Match:
     writer: Writer | None = None
     is_mapped: bool = False
     bytes_patched: int = 0
+    aliases: Sequence[AliasedMemory] = ()
 
     @property
     def num_tensors(self) -> int:
@@ -168,8 +176,13 @@ class LoadRequest:
         if self.into is not None:
             return _match_into(self, targets, view, selection, dtype, DTensorRanks(members), size)
         if selection is not None:
-            raise_mismatch(manifest.url, missing=selection.absent)
-            return _match_names(selection.chosen, targets, view)
+            chosen = selection.chosen
+            stored = {saved.stored for saved in chosen.values()}
+            lines = (
+                _unscaled(view.manifest, dict.fromkeys(stored, dtype), stored) if dtype is not None else {}
+            )
+            raise_mismatch(manifest.url, missing=selection.absent, mismatched=list(lines.values()))
+            return _match_names(chosen, targets, view)
         if not self.skip_per_rank:
             raise_mismatch(manifest.url, mismatched=_elsewhere(view, size))
         return _match_all(targets, view, dtype)
@@ -185,6 +198,23 @@ def _elsewhere(view: RankView, size: int, wanted: Sequence[str] | None = None) -
             saved = f"each of {num_saved} ranks" if num_saved > 1 else "one rank"
             lines.append(f"{name}: saved for {saved} (fastload.PerRank), to be loaded by {here}: {advice}")
     return lines
+
+
+def _unscaled(manifest: Manifest, wanted: Mapping[str, torch.dtype], loaded: Set[str]) -> dict[str, str]:
+    """Returns a line for each tensor of quantised elements that would be cast without its scale, by name.
+
+    Args:
+        manifest: The checkpoint.
+        wanted: By stored name, the dtypes that tensors are to have.
+        loaded: The stored names of all that is loaded.
+    """
+    known = manifest.by_name
+    lines = {
+        name: unscaled(known[name], dtype, known.keys(), loaded)
+        for name, dtype in wanted.items()
+        if name in known
+    }
+    return {name: line for name, line in lines.items() if line}
 
 
 def _match_names(chosen: Mapping[str, SavedTensor], targets: TargetBuilder, view: RankView) -> Match:
@@ -248,16 +278,18 @@ def _match_into(
     }
     if selection is None and not request.skip_per_rank:
         differences.mismatched += _elsewhere(view, size, differences.left_out)
+    loaded = {saved.stored for saved, _ in (*pairs.tensors, *pairs.wanted(()))}
+    cast = _unscaled(manifest, {saved.stored: slot.tensor.dtype for saved, slot in pairs.tensors}, loaded)
     differences.mismatched += [
         *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
         *(line for part in pairs.stateful for line in optimizer_misfits(part)),
         *(
             line
             for saved, slot in pairs.tensors
-            if (line := misfit(manifest, saved, slot.tensor, dtype, group))
+            if (line := cast.get(saved.stored) or misfit(manifest, saved, slot.tensor, dtype, group))
         ),
     ]
-    surplus = _compare_names(pairs, differences, selection, manifest.url, strict=request.strict)
+    surplus = _compare_names(pairs, differences, selection, manifest, strict=request.strict)
     shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
     is_strict = request.strict and selection is None and not differences.left_out
     for saved, exact in pairs.wanted(shards):
@@ -290,17 +322,19 @@ def _match_into(
         pairs.restore(manifest.url, targets, shards, strict=is_strict)
         return named
 
-    calls = pairs.hold_more_than_tensors or not all(
-        isinstance(slot.container, dict | list) for slot, _ in slots
-    )
+    is_plain = all(isinstance(slot.container, dict | list) for slot, _ in slots)
+    calls = pairs.hold_more_than_tensors or not is_plain or targets.may_differ
     return Match(
         destinations,
         device_of(destinations, targets.device),
         finish,
         calls=calls,
-        is_in_place=not (calls or slots or targets.copies or targets.dequantizers or targets.new),
+        is_in_place=not (
+            calls or slots or targets.copies or targets.dequantizers or targets.new or targets.aliases
+        ),
         left_out=tuple(differences.left_out),
         surplus=surplus if request.strict else Surplus(),
+        aliases=targets.aliases,
     )
 
 
@@ -308,7 +342,7 @@ def _compare_names(
     pairs: Pairs,
     differences: Differences,
     selection: Selection | None,
-    url: str,
+    manifest: Manifest,
     *,
     strict: bool,
 ) -> Surplus:
@@ -334,10 +368,12 @@ def _compare_names(
     )
     has_to_fit = strict or is_elsewhere
     advice = _advice(pairs, renamed, values)
+    if advice == _LEAVE_OUT and has_scales(manifest, surplus):
+        advice = _SCALE
     unfilled = [name for module in pairs.unfilled for name in module.certain]
     is_unfit = bool(differences.mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
     raise_mismatch(
-        url,
+        manifest.url,
         missing=[*lacking, *missing] if has_to_fit else (),
         absent=absent if has_to_fit else (),
         unexpected=[*surplus, *values] if has_to_fit and is_unfit else (),
@@ -464,6 +500,9 @@ class BoxRequest:
             for name, of_name in self.boxes.items()
         }
         _compare_boxes(manifest, boxes, cast=self.cast)
+        dtypes = {name: tensor.dtype for name, of_name in boxes.items() for _, tensor in of_name}
+        lines = _unscaled(manifest, dtypes, boxes.keys()) if self.cast else {}
+        raise_mismatch(manifest.url, mismatched=list(lines.values()))
         wanted = {
             name: sorted((pair for pair in of_name if pair[0].numel), key=lambda pair: pair[0].offsets)
             for name, of_name in boxes.items()
@@ -477,7 +516,13 @@ class BoxRequest:
                 is_all = len(of_entry) == 1 and box == Box.whole(shape)
                 builder.add(entry, stored, tensor, None if is_all else box)
         destinations = builder.build()
-        return Match(destinations, device_of(destinations, _CPU), builder.copy)
+        return Match(
+            destinations,
+            device_of(destinations, _CPU),
+            builder.copy,
+            calls=builder.may_differ,
+            aliases=builder.aliases,
+        )
 
 
 def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dict[str, list[Box]]:

@@ -19,9 +19,9 @@ from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor
 from fastload.geometry.dtensors import DTensorRanks, local_of
+from fastload.loading.aliases import FOUND_LATE
 from fastload.loading.targets import castable, entry_of, target_dtype
 
-FOUND_LATE = "found after its tensors were loaded: into= is undefined"
 _HOW_TO_FILL = (
     "make such buffers before the load: model.to_empty(device=...), then the model's own initialization "
     '(transformers: model.init_weights()); see "DDP, FSDP and tensor parallelism" in docs/loading.md'

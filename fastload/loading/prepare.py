@@ -184,11 +184,13 @@ class MatchedRequest:
 
     @classmethod
     def of(cls, opened: Opened, match: Match, start: LoadStart) -> MatchedRequest:
-        """Chooses how to load what a request has matched.
+        """Begins to load what a request has matched, and chooses how.
 
         Raises:
             FastloadError: This rank cannot load it.
         """
+        for memory in match.aliases:
+            memory.reset()
         backend, detour = "", "the tensors are in host memory"
         if is_accelerator(match.device):
             backend = backend_of(opened.world.group, match.device.type)

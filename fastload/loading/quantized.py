@@ -10,7 +10,7 @@ The arithmetic is that of the libraries that wrote the weights, bit for bit:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -39,6 +39,11 @@ _FLOATS = ("F32", "BF16", "F16")
 # Of activations and of the key-value cache: weights do not depend on them.
 _OTHER_SCALES = ("input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
 _SCALES = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point")
+
+# Elements that mean nothing without their scales, if a scale goes with them; and what libraries call these.
+_QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8", "I32"})
+_SCALE_ENDS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".absmax", ".scale")
+_SCALE_NAMES = ("scale", "scales", "scale_weight", "weight_scale", "SCB")
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
@@ -97,6 +102,43 @@ class DequantizedManifest(Manifest):
         """The byte ranges in the files."""
         assert self.stored is not None
         return self.stored.extents
+
+
+def unscaled(entry: TensorEntry, target: torch.dtype, names: Collection[str], loaded: Set[str]) -> str:
+    """Returns why quantised elements are not cast: their scales are not loaded. Empty if they may be.
+
+    Args:
+        entry: The tensor in the checkpoint.
+        target: The dtype that it is to have.
+        names: Names of all tensors of the checkpoint.
+        loaded: Those that are loaded, too.
+    """
+    if entry.dtype not in _QUANTIZED or isinstance(entry, QuantizedWeight) or not target.is_floating_point:
+        return ""
+    if target == torch_spec(entry)[0]:
+        return ""
+    scales = [name for name in scales_of(entry.name) if name in names]
+    if not scales or not loaded.isdisjoint(scales):
+        return ""
+    return (
+        f"{entry.name}: quantised elements ({entry.dtype}), which {target} would have without their scale "
+        f"{scales[0]}: LoadOptions(dequantize=True) scales them"
+    )
+
+
+def scales_of(name: str) -> Iterator[str]:
+    """Yields the names that a scale of quantised elements may have."""
+    base = name.removesuffix("_packed").removesuffix("_blocks")
+    head, dot, last = base.rpartition(".")
+    yield from (base + end for end in _SCALE_ENDS)
+    if last in ("weight", "qweight"):
+        yield from (f"{head}{dot}{word}" for word in _SCALE_NAMES)
+
+
+def has_scales(manifest: Manifest, names: Sequence[str]) -> bool:
+    """Whether some names are those of scales of quantised elements of a checkpoint."""
+    quantized = (entry.name for entry in manifest.tensors if entry.dtype in _QUANTIZED) if names else ()
+    return not {scale for name in quantized for scale in scales_of(name)}.isdisjoint(names)
 
 
 def dequantized(manifest: Manifest, config: Mapping[str, Any]) -> DequantizedManifest:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
+from fastload.base.devices import is_accelerator
 from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
@@ -18,6 +20,7 @@ from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
+from fastload.loading.aliases import raise_differing
 from fastload.loading.match import Match, Request
 from fastload.loading.prefetch import BackgroundReads, Prefetch
 from fastload.loading.prepare import Job, LoadStart, Opened, open_on_all, open_rest, prepare
@@ -270,10 +273,11 @@ class Session:
             move: Moves the data, or raises the error of a stream that has moved them.
 
         Returns:
-            The outcome; None if data were not laid out as the manifest inferred, and have to be loaded again.
+            The outcome; None if the data have to be loaded again: they were not laid out as the manifest
+            inferred, or were compared with what a reader that failed has sent.
 
         Raises:
-            FastloadError: A rank failed.
+            FastloadError: A rank failed, or tensors of one memory differ.
         """
         responses, broken = self._move(job, move)
         access = self.opened.access
@@ -281,8 +285,9 @@ class Session:
             self.opened, access=access.without(broken), num_retries=access.storage.num_retries
         )
         kinds = kinds_of(responses)
-        if any(one["is_misread"] for one in kinds):
+        if any(one["is_misread"] for one in kinds) or (broken and any(one["is_unsure"] for one in kinds)):
             return None
+        raise_differing(access.manifest.url, list(dict.fromkeys(chain(*(one["differing"] for one in kinds)))))
         self.report = _report(job, Reports(RankReport, responses[0]["report"]))
         if self.opened.world.rank == 0:
             _warn(self.report, broken)
@@ -296,7 +301,7 @@ class Session:
         """
         opened, world = job.matched.opened, job.matched.opened.world
         what = f"loading {self.manifest.url}"
-        passes, broken = [job], set[int]()
+        passes, broken, aliases = [job], set[int](), job.matched.match.aliases
 
         def work() -> dict[str, Any]:
             try:
@@ -312,6 +317,9 @@ class Session:
                 "unread_from": passes[-1].pipeline.unread_from,
                 "calls": job.matched.match.calls or opened.options.on_report is not None,
                 "is_misread": any(one.pipeline.reader.is_misread for one in passes),
+                "differing": [line for memory in aliases for line in memory.differing],
+                # Between devices, chunks that could not be read are placed, too, before they are read again.
+                "is_unsure": bool(aliases) and is_accelerator(job.matched.match.device),
             }
 
         try:

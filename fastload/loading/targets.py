@@ -9,12 +9,13 @@ from contextlib import nullcontext
 from ctypes import memmove
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastload.base.devices import accelerators_of, copy_async, parse_device, synchronize, with_index
-from fastload.base.memory import allocate, byte_view, round_up, runs
+from fastload.base.memory import allocate, byte_view, round_up
 from fastload.base.threads import Workers
 from fastload.errors import ManifestError, MismatchError, OptionError
 from fastload.formats.dtypes import torch_spec
@@ -23,7 +24,62 @@ from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
 from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_parts, narrowed
 from fastload.geometry.ranges import ByteRange, Space
+from fastload.loading.aliases import (
+    Alias,
+    AliasedMemory,
+    all_differ,
+    copy_elements,
+    differing_line,
+    find_aliases,
+    raise_differing,
+)
 from fastload.loading.quantized import Dequantizer, QuantizedWeight
+
+
+class Copy(NamedTuple):
+    """A copy that a load makes once all bytes are read.
+
+    Attributes:
+        name: The tensor of the checkpoint.
+        target: The tensor to copy to.
+        source: The tensor to copy from.
+        rivals: Copies that share memory with this one, among them those that are made before; or None.
+    """
+
+    name: str
+    target: Tensor
+    source: Tensor
+    rivals: list[Copy] | None = None
+
+    def make(self) -> None:
+        """Copies, and casts."""
+        target, source = self.target.detach(), self._values
+        is_identical = target.dtype == source.dtype and target.shape == source.shape
+        if is_identical and _is_plain(target) and _is_plain(source):
+            byte_view(target).copy_(byte_view(source))
+        else:
+            target.copy_(source)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something else has been written over it since."""
+        return all_differ(self.target.detach(), self._values)
+
+    @property
+    def _values(self) -> Tensor:
+        source = self.source
+        if self.target.is_complex() and not source.is_complex():
+            source = torch.view_as_complex(source)
+        return source
+
+
+class _Claim(NamedTuple):
+    """A tensor of the checkpoint, or a box of it, and the tensor to fill; see `DestinationBuilder.add`."""
+
+    entry: TensorEntry
+    stored: torch.dtype
+    tensor: Tensor
+    box: Box | None
 
 
 class DestinationBuilder:
@@ -33,15 +89,23 @@ class DestinationBuilder:
         manifest: The checkpoint.
 
     Attributes:
-        copies: Pairs of a tensor and the one to copy it from after the load, in this order.
-        dequantizers: Dequantise boxes of weights.
+        copies: Copies to make after the load, in this order.
+        dequantizers: Dequantise boxes of weights; from `build` on.
+        aliases: Memory of several tensors of the checkpoint; from `build` on.
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[Copy] = []
         self.dequantizers: list[Dequantizer] = []
+        self.aliases: list[AliasedMemory] = []
         self._manifest = manifest
-        self._destinations: list[Destination] = []
+        self._claims: list[_Claim] = []
+        self._of_pieces: list[Copy] = []  # of elements that are stored once for a dimension
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether `copy` may find that tensors of one memory differ."""
+        return any(each.rivals is not None for each in self.copies)
 
     def add(self, entry: TensorEntry, stored: torch.dtype, tensor: Tensor, box: Box | None) -> None:
         """Adds a tensor of the checkpoint, or a box of it.
@@ -52,65 +116,123 @@ class DestinationBuilder:
             tensor: The tensor to fill, of the shape of the box.
             box: A box that is not empty; None for the complete tensor.
         """
+        self._claims.append(_Claim(entry, stored, tensor, box))
+
+    def build(self) -> list[Destination]:
+        """Returns the destinations in the order of `Manifest.extents`.
+
+        Raises:
+            MemoryError: Stand-ins for what cannot be compared in shared memory do not fit into memory.
+        """
+        claims, later = self._claims, self.copies
+        groups = find_aliases([*(claim.tensor for claim in claims), *(copy.target for copy in later)])
+        shared = {index for group in groups for index in group}
+        made = {index: self._make(claim) for index, claim in enumerate(claims) if index not in shared}
+        restored: list[Copy] = []
+        for group in groups:
+            own = {index: claims[index] for index in group if index < len(claims)}
+            if len(own) < len(group) or (found := self._share(list(own.values()))) is None:
+                rivals: list[Copy] = []
+                found = [self._make_apart(claim, restored, rivals) for claim in own.values()]
+                for index in group[len(own) :]:
+                    later[index - len(claims)] = later[index - len(claims)]._replace(rivals=rivals)
+            made |= zip(own, found, strict=True)
+        self.copies = [*self._of_pieces, *restored, *later]
+        destinations = [each for index in range(len(claims)) for each in made[index]]
+        extents = self._manifest.extents
+        if extents is not self._manifest.tensors:
+            places = {id(extent): place for place, extent in enumerate(extents)}
+            destinations.sort(key=lambda destination: places[id(destination.extent)])
+        return destinations
+
+    def copy(self) -> None:
+        """Dequantises weights, and copies what is stored once and wanted more than once.
+
+        Raises:
+            MismatchError: Tensors of one memory differ.
+        """
+        for dequantizer in self.dequantizers:
+            dequantizer.finish()
+        differing: dict[str, None] = {}
+        for copy in self.copies:
+            copy.make()
+            if copy.rivals is not None:
+                lost = (before for before in copy.rivals if before.is_lost)
+                differing |= {differing_line(before.name, copy.name): None for before in lost}
+                copy.rivals.append(copy)
+        raise_differing(self._manifest.url, list(differing))
+
+    def _share(self, claims: Sequence[_Claim]) -> list[list[Destination]] | None:
+        """Makes destinations that share memory; None if what arrives cannot be compared with that.
+
+        It can if all are contiguous, or all have the same shape and strides.
+        """
+        names = [claim.entry.name for claim in claims]
+        if len(set(names)) < len(names):
+            names = [f"{claim.entry.name} {list(claim.box.offsets if claim.box else ())}" for claim in claims]
+        num_copies, num_dequantizers = len(self._of_pieces), len(self.dequantizers)
+        made = [self._make(claim) for claim in claims]
+        tensors = [each.tensor for of_claim in made for each in of_claim]
+        are_contiguous = all(one.is_contiguous() for one in tensors)
+        are_same = len(tensors) == len(claims) and len({(identity(one), one.dtype) for one in tensors}) == 1
+        is_lazy = any(one.is_conj() or one.is_neg() for one in tensors)
+        has_more = len(self._of_pieces) > num_copies or len(self.dequantizers) > num_dequantizers
+        if not (are_contiguous or are_same) or is_lazy or has_more:
+            del self._of_pieces[: len(self._of_pieces) - num_copies], self.dequantizers[num_dequantizers:]
+            return None
+        self.aliases.append(memory := AliasedMemory(names))
+        return [
+            [replace(each, alias=Alias(memory, number)) for each in of_claim]
+            for number, of_claim in enumerate(made)
+        ]
+
+    def _make_apart(self, claim: _Claim, copies: list[Copy], rivals: list[Copy]) -> list[Destination]:
+        """Makes destinations in new memory, which is copied later."""
+        tensor = claim.tensor.detach()
+        stand_in = allocate(tensor.shape, tensor.dtype, tensor.device)
+        copies.append(Copy(claim.entry.name, tensor, stand_in, rivals))
+        return self._make(claim._replace(tensor=stand_in))
+
+    def _make(self, claim: _Claim) -> list[Destination]:
+        """Makes the destinations of a tensor or a box."""
+        entry, stored, tensor, box = claim
         if isinstance(entry, QuantizedWeight):
             box = Box.whole(tensor.shape) if box is None else box
             self.dequantizers.append(dequantizer := Dequantizer(entry, tensor.detach(), box))
-            first = len(self._destinations)
-            for part in dequantizer.parts:
-                self.add(part.entry, part.memory.dtype, part.memory, part.box)
-            self._destinations[first:] = [
-                replace(each, dequantizer=dequantizer) for each in self._destinations[first:]
+            parts = [
+                _Claim(each.entry, each.memory.dtype, each.memory, each.box) for each in dequantizer.parts
             ]
-            return
+            made = [each for part in parts for each in self._make(part)]
+            return [replace(each, dequantizer=dequantizer) for each in made]
         if not entry.pieces:
             runs = None
             if box is not None:
                 runs = runs_of(box, torch_spec(entry)[1]).scaled(stored.itemsize)
-            self._destinations.append(Destination(entry, stored, tensor, runs))
-            return
+            return [Destination(entry, stored, tensor, runs)]
         wanted = Box.whole(tensor.shape) if box is None else box
+        found: list[Destination] = []
         for piece in entry.pieces:
             common = wanted.intersect(piece.box)
             if common is not None:
                 view = narrowed(tensor.detach(), common.relative_to(wanted))
-                self._add_piece(entry, stored, view, common.relative_to(piece.box), piece)
+                found.append(self._make_piece(entry, stored, view, common.relative_to(piece.box), piece))
+        return found
 
-    def _add_piece(
+    def _make_piece(
         self, entry: TensorEntry, stored: torch.dtype, view: Tensor, within: Box, piece: Piece
-    ) -> None:
+    ) -> Destination:
         strides = piece.strides or row_major(piece.box.sizes)
         for dim, stride in enumerate(strides):
             if not stride and view.shape[dim] > 1:
                 first = view.narrow(dim, 0, 1)
-                self.copies.insert(0, (view.narrow(dim, 1, view.shape[dim] - 1), first))  # inner ones first
+                rest = view.narrow(dim, 1, view.shape[dim] - 1)
+                self._of_pieces.insert(0, Copy(entry.name, rest, first))  # inner ones first
                 view, within = first, Box(within.offsets, (*within.sizes[:dim], 1, *within.sizes[dim + 1 :]))
         # In the order of the file, the elements are those of the view that has its longest stride first.
         view = view.permute(sorted(range(view.dim()), key=lambda dim: -strides[dim]))
         runs = strided_runs(within, strides).scaled(stored.itemsize)
         is_all = runs == Runs(0, piece.nbytes, ())
-        self._destinations.append(Destination(entry, stored, view, None if is_all else runs, piece))
-
-    def build(self) -> list[Destination]:
-        """Returns the destinations in the order of `Manifest.extents`."""
-        extents = self._manifest.extents
-        if extents is not self._manifest.tensors:
-            places = {id(extent): place for place, extent in enumerate(extents)}
-            self._destinations.sort(key=lambda destination: places[id(destination.extent)])
-        return self._destinations
-
-    def copy(self) -> None:
-        """Dequantises weights, and copies what is stored once and wanted more than once."""
-        for dequantizer in self.dequantizers:
-            dequantizer.finish()
-        for target, source in self.copies:
-            target = target.detach()
-            if target.is_complex() and not source.is_complex():
-                source = torch.view_as_complex(source)
-            is_identical = target.dtype == source.dtype and target.shape == source.shape
-            if is_identical and _is_plain(target) and _is_plain(source):
-                byte_view(target).copy_(byte_view(source))
-            else:
-                target.copy_(source)
+        return Destination(entry, stored, view, None if is_all else runs, piece)
 
 
 _SMALL_BYTES = 16 << 10  # copied faster by memmove than by torch
@@ -127,6 +249,7 @@ class Destination:
         runs: The wanted byte ranges of `extent`; None for all of it.
         piece: The piece of the tensor; None if it has no pieces.
         dequantizer: Has to have all of its bytes; None if they are not quantised.
+        alias: Knows what is written of memory that other destinations share; None if none do.
     """
 
     entry: TensorEntry
@@ -135,6 +258,7 @@ class Destination:
     runs: Runs | None = None
     piece: Piece | None = None
     dequantizer: Dequantizer | None = None
+    alias: Alias | None = None
 
     @property
     def extent(self) -> TensorEntry | Piece:
@@ -173,7 +297,6 @@ class TensorWriter:
             [ByteRange(d.extent.file, d.extent.offset, d.nbytes) for d in self._destinations]
         )
         self._addresses = [_address(d) for d in self._destinations]
-        self._shared = _overlapping(self._addresses, [d.nbytes for d in self._destinations])
         self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._devices = accelerators_of(d.tensor for d in self._destinations)
         # Between devices, chunks that could not be read are placed, too, before they are read again.
@@ -190,13 +313,13 @@ class TensorWriter:
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a byte range, in flat uint8 pieces.
 
-        None if these are more than `at_most` pieces, or if some of it is on a device, strided, cast, or part
-        of another destination: such bytes have to be placed.
+        None if these are more than `at_most` pieces, or if some of it is on a device, strided, cast, or
+        shared with another destination: such bytes have to be placed.
         """
         indexes = self._wanted.within(start, nbytes)
         if len(indexes) > at_most:
             return None
-        if not all(self._addresses[index] and index not in self._shared for index in indexes):
+        if not all(self._addresses[index] for index in indexes):
             return None
         pieces = self._wanted.cut(start, nbytes)
         return [byte_view(self._destinations[index].tensor)[begin:end] for index, begin, end in pieces]
@@ -255,7 +378,9 @@ class TensorWriter:
             synchronize(device)
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
-        if destination.is_plain:
+        if destination.is_plain and destination.alias is not None:
+            destination.alias.write(byte_view(destination.tensor), begin, piece)
+        elif destination.is_plain:
             flat = byte_view(destination.tensor)[begin : begin + piece.numel()]
             if flat.is_cpu:
                 flat.copy_(piece)  # `settle` does not wait for copies to host memory
@@ -273,7 +398,7 @@ class TensorWriter:
         self._place_cut_element(destination, begin, piece[:head])
         # A clone, since a view as another dtype needs memory aligned to it.
         elements = piece[head : head + whole_end - whole_begin].clone().view(destination.stored)
-        _copy_elements(destination.tensor, whole_begin // size, elements)
+        self._write_elements(destination, whole_begin // size, elements)
         self._place_cut_element(destination, whole_end, piece[head + whole_end - whole_begin :])
 
     def _place_cut_element(self, destination: Destination, begin: int, piece: Tensor) -> None:
@@ -288,34 +413,19 @@ class TensorWriter:
         if num_kept + piece.numel() < size:
             self._cut[key] = (kept, num_kept + piece.numel())
         else:
-            _copy_elements(destination.tensor, element, kept.view(destination.stored))
+            self._write_elements(destination, element, kept.view(destination.stored))
+
+    def _write_elements(self, destination: Destination, start: int, elements: Tensor) -> None:
+        if destination.alias is None:
+            copy_elements(destination.tensor, start, elements)
+        else:
+            destination.alias.write(destination.tensor, start, elements)
 
 
 def _address(destination: Destination) -> int:
-    """Returns the host address of a tensor whose bytes can be copied as they are; 0 for others."""
-    in_host = destination.tensor.is_cpu and destination.is_plain
+    """Returns the host address of a tensor whose bytes are copied as they are, whatever is there; else 0."""
+    in_host = destination.tensor.is_cpu and destination.is_plain and destination.alias is None
     return destination.tensor.data_ptr() if in_host else 0
-
-
-def _overlapping(addresses: Sequence[int], lengths: Sequence[int]) -> set[int]:
-    """Returns the indexes of memory ranges that overlap another one. Those at address 0 are ignored."""
-    found: set[int] = set()
-    last_end, last = 0, -1
-    for index in sorted(range(len(addresses)), key=addresses.__getitem__):
-        begin, end = addresses[index], addresses[index] + lengths[index]
-        if begin and begin < last_end:
-            found |= {last, index}
-        if begin and end > last_end:
-            last_end, last = end, index
-    return found
-
-
-def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:
-    """Copies elements that are consecutive in row-major order into a tensor; casts them to its dtype."""
-    position = 0
-    for run in runs(target, start, elements.numel()):
-        run.copy_(elements[position : position + run.numel()].view(run.shape))
-        position += run.numel()
 
 
 class TargetBuilder(DestinationBuilder):
@@ -340,7 +450,7 @@ class TargetBuilder(DestinationBuilder):
         self._dtype = dtype
         self._complete: dict[str, list[Tensor]] = {}
         self._boxes: dict[str, dict[Box, list[Tensor]]] = {}
-        self._later: list[tuple[Tensor, Tensor]] = []
+        self._later: list[Copy] = []
         self._new: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def fill(self, saved: SavedTensor, tensor: Tensor) -> None:
@@ -348,7 +458,7 @@ class TargetBuilder(DestinationBuilder):
         for box, part in local_parts(tensor):
             is_whole = box.sizes == tensor.shape
             if saved.is_complex128:
-                box, part = Box((*box.offsets, 0), (*box.sizes, 2)), self._real_view(part)
+                box, part = Box((*box.offsets, 0), (*box.sizes, 2)), self._real_view(saved, part)
             if is_whole:
                 places = self._complete.setdefault(saved.stored, [])
             else:
@@ -356,12 +466,12 @@ class TargetBuilder(DestinationBuilder):
             if not places or identity(part) not in map(identity, places):
                 places.append(part)
 
-    def _real_view(self, tensor: Tensor) -> Tensor:
+    def _real_view(self, saved: SavedTensor, tensor: Tensor) -> Tensor:
         """Views complex numbers as pairs; of a lazily conjugated or negated tensor, those of a stand-in."""
         if not (tensor.is_conj() or tensor.is_neg()):
             return torch.view_as_real(tensor.detach())
         stand_in = allocate((*tensor.shape, 2), torch.float64, tensor.device)
-        self._later.append((tensor, stand_in))
+        self._later.append(Copy(saved.stored, tensor, stand_in))
         return stand_in
 
     def make(self, name: str, *, exact: bool) -> Tensor:
@@ -418,7 +528,7 @@ class TargetBuilder(DestinationBuilder):
 
     def build(self) -> list[Destination]:
         """As `DestinationBuilder.build`. Tensors that are wanted twice have one destination, and a copy."""
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies: list[Copy] = []
         for entry in self._manifest.tensors:
             wanted = self._wanted_of(entry.name)
             if not wanted:
@@ -429,7 +539,7 @@ class TargetBuilder(DestinationBuilder):
                 first = places[0]
                 if len(places) > 1:
                     first = next((place for place in places if place.dtype == stored), first)
-                    copies += [(place, first) for place in places if place is not first]
+                    copies += [Copy(entry.name, place, first) for place in places if place is not first]
                 self.add(entry, stored, first, box)
             if not self._new:
                 continue

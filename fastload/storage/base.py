@@ -73,6 +73,16 @@ def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
         position += len(buffer)
 
 
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
+HEAD_BYTES = 64
+"""Bytes to read of a file for `is_page`."""
+
+
+def is_page(head: bytes) -> bool:
+    """Whether a file that begins so is a page of HTML or XML, as servers show for names that they lack."""
+    return _PAGE.match(head) is not None
+
+
 class ByteCounter:
     """A thread-safe sum of bytes."""
 

@@ -27,7 +27,7 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import Patience, environment
-from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage
+from fastload.storage.base import HEAD_BYTES, FileStat, Folder, Names, ObjectWriter, WritableStorage, is_page
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
@@ -261,8 +261,24 @@ class ObjectStorage(WritableStorage):
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
+        is_guess = self._is_http and not self._is_file and name in ("", *self._names.likely)
+        if is_guess and found.nbytes and self._is_page(name):
+            return None
         self._known[name] = found
         return found
+
+    def _is_page(self, name: str) -> bool:
+        """Whether the server has a page for a name, which some show for every name that they lack."""
+
+        def head(key: str) -> bytes:
+            try:
+                return bytes(obstore.get(self.store, key, options={"range": (0, HEAD_BYTES)}).bytes())
+            except (GenericError, NotSupportedError) as error:
+                if not _lacks_ranges(error):
+                    raise
+            return next((bytes(part) for part in obstore.get(self.store, key).stream(min_chunk_size=1)), b"")
+
+        return is_page(self._call(name, head))
 
     def _ask_for_stat(self, key: str) -> Any:
         """Requests size and version; with a signature for GET, by a read of the first byte."""

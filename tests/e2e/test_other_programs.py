@@ -39,5 +39,5 @@ def test_what_other_programs_saved(tmp_path: Path) -> None:
     assert_same(model.state_dict(), expected)
     assert {entry.file for entry in fastload.inspect(tmp_path / "sharded").tensors} == {0, 1, 2, 3}
     (tmp_path / "sharded" / "pytorch_model-00002-of-00004.bin").unlink()
-    with pytest.raises(fastload.ManifestError, match="1 of 4 files missing"):
+    with pytest.raises(fastload.IncompleteCheckpoint, match="1 of 4 files missing"):
         fastload.load(tmp_path / "sharded")

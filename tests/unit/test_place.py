@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastload.base.memory import host_view
-from fastload.formats.manifest import TensorEntry
-from fastload.loading.targets import Destination, TensorWriter
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.loading.targets import Destination, DestinationBuilder, TensorWriter
 from tests.checkpoints import raw
 
 DTYPES = [
@@ -192,6 +192,10 @@ def test_strided_and_cast_tensors_cannot_be_read_into() -> None:
 def test_tensors_that_share_memory_are_not_read_into() -> None:
     whole = torch.zeros(8, dtype=torch.int16)
     tensors = [whole[:4], torch.zeros(2, dtype=torch.int16), whole[3:6], whole[6:]]
-    writer = TensorWriter([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
+    entries = tuple(destination(n, torch.int16, tensor).entry for n, tensor in enumerate(tensors))
+    builder = DestinationBuilder(Manifest("somewhere", (), entries))
+    for entry, tensor in zip(entries, tensors, strict=True):
+        builder.add(entry, torch.int16, tensor, None)
+    writer = TensorWriter(builder.build())
     can_be_read_into = [writer.targets(start, 2, 2) is not None for start in (0, 8, 12, 18)]
     assert can_be_read_into == [False, True, False, True]

@@ -25,14 +25,16 @@ from fastload.formats.parts import join_pieces, nested, numbered
 from fastload.formats.reading import read_bytes, read_limited, stat_all
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.state import encode_pickle
-from fastload.formats.torch_save.unpickle import unpickle
+from fastload.formats.torch_save.unpickle import Global, PickledCall, unpickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
+from fastload.formats.values import BYTES_IO
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_VALUE_BYTES = 64 << 10  # read in one piece
+_BYTES_IO = Global("_io", "BytesIO")
 _COMMON_NAME = "common.pt"
 _MEGATRON_NAMES = {_COMMON_NAME, "metadata.json"}
 
@@ -121,6 +123,14 @@ def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str
         if item.file == after.file and item.offset + item.nbytes > after.offset:
             raise ManifestError(f"{storage.label(item.file)}: items overlap at byte {after.offset}")
     return stats
+
+
+def _without_class(value: Any) -> Any:
+    """Returns the bytes of a `BytesIO`, marked; any other value as it is."""
+    is_file = type(value) is PickledCall and value.what == _BYTES_IO and not value.args
+    if not is_file or type(value.state) is not tuple or not value.state:
+        return value
+    return BYTES_IO, value.state[0]
 
 
 class _ItemReader:
@@ -222,7 +232,7 @@ class _ItemReader:
             return read_bytes(self._storage, item.file, item.offset + offset, nbytes)
 
         archive = open_archive(read, item.nbytes, where)
-        value = unpickle(archive.pickle, where)
+        value = _without_class(unpickle(archive.pickle, where))
         state = encode_pickle(value, len(archive.pickle), where, name, budget=self._budget)
         self.nodes[name] = state.structure
         number = self._numbers[item.file]

@@ -51,7 +51,8 @@ def parse_header(
     if not header.startswith(b"{"):
         raise ManifestError(f"{url}: header starts with {header[:8]!r}, not with '{{'")
     raw = parse_json(header, f"{url}: header")
-    metadata = parse_metadata(raw.pop("__metadata__", {}), f"{url}: __metadata__")
+    about = raw.pop("__metadata__", None)  # as in the safetensors library, null is none
+    metadata = parse_metadata({} if about is None else about, f"{url}: __metadata__")
     data_offset = LENGTH_BYTES + len(header)
     tensors = []
     for name in list(raw):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import xxhash
 
 from fastload.base.threads import in_threads
-from fastload.errors import ManifestError
+from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
-from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
+from fastload.formats.names import BIN_NAME, INDEX_NAME, INDEX_SUFFIX, SUFFIX, missing_files
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import read_bytes, read_limited, stat_all
+from fastload.formats.reading import read_bytes, read_limited, stat_all, what_instead
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors
 
 _MAX_INDEX_BYTES = 100_000_000
-_TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
 
 
 def has_files(listing: Sequence[str]) -> bool:
@@ -48,21 +47,98 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
 
     With an index, only its files are read, in full: as in transformers, tensors that the index does not list
     are loaded, too. If two files hold a tensor, the index chooses one. Names that start with a dot are
-    ignored. ``__metadata__`` of several files are merged; the first file in name order wins.
+    ignored. ``__metadata__`` of several files are merged; the first file in name order wins. A single file
+    next to an index that does not name it is read instead; see `choose_single`.
 
     Raises:
+        IncompleteCheckpoint: A file is missing that the index, or the numbers in names, require.
         ManifestError: A header or the index is malformed, or they contradict each other.
         StorageError: Storage failed.
     """
     read_header = partial(_read_header, storage)
     index = _find_index(storage, listing)
     if index is None:
-        return assemble(storage, stat_all(storage, _ending_in((SUFFIX,), listing)), read_header)
+        names = _ending_in((SUFFIX,), listing)
+        require_numbered(storage.url, names)
+        return assemble(storage, stat_all(storage, names), read_header)
     weight_map, digest = read_index(storage, index)
+    single = find_single(storage, listing, index, weight_map, f"model{SUFFIX}")
+    if single is not None:
+        manifest = assemble(storage, stat_all(storage, [single]), read_header)
+        choose_single(storage, index, weight_map, single, manifest.by_name)
+        return manifest
     stats = stat_all(storage, sorted(set(weight_map.values())))
     manifest = assemble(storage, stats, read_header, weight_map)
     _check_index(storage.label(index), weight_map, manifest)
     return replace(manifest, index_digest=digest)
+
+
+def require_numbered(url: str, names: Sequence[str], also: str = "") -> None:
+    """Requires that no file is missing according to the numbers in names.
+
+    Args:
+        url: The directory, for messages.
+        names: The names of its files.
+        also: Another file that is missing.
+
+    Raises:
+        IncompleteCheckpoint: Some file is missing.
+    """
+    missing = [*([also] if also else []), *missing_files(names)]
+    if missing:
+        raise IncompleteCheckpoint(
+            f"{url}: files are missing, by the names of the others: {show(missing)}; to load one of the "
+            "others, name it"
+        )
+
+
+def find_single(
+    storage: Storage, listing: Sequence[str], index: str, weight_map: Mapping[str, str], preferred: str
+) -> str | None:
+    """Returns the name of a single file next to an index that does not name it; None if there is none.
+
+    Args:
+        storage: The storage.
+        listing: The names of the files.
+        index: The name of the index.
+        weight_map: What it says.
+        preferred: The file that transformers loads.
+    """
+    names = list(dict.fromkeys([preferred, index.removesuffix(".index.json")]))
+    if not set(weight_map.values()).isdisjoint(names):
+        return None
+    found = [name for name in names if name in listing]
+    if not found and list(listing) == [index] and storage.stat(preferred) is not None:  # not all is listed
+        found = [preferred]
+    return found[0] if found else None
+
+
+def choose_single(
+    storage: Storage, index: str, weight_map: Mapping[str, str], single: str, names: Collection[str]
+) -> None:
+    """Decides that a single file is meant, and not the index next to it.
+
+    transformers prefers the file. Its `save_pretrained` removes the files of a model that was there before,
+    and leaves their index.
+
+    Args:
+        storage: The storage.
+        index: The name of the index.
+        weight_map: What it says.
+        single: The name of the file.
+        names: The names of what it holds.
+
+    Raises:
+        ManifestError: Both could be meant.
+    """
+    files = sorted(set(weight_map.values()))
+    is_preferred = single in (f"model{SUFFIX}", BIN_NAME)
+    if not (is_preferred and set(names) == set(weight_map)) and all(in_threads(storage.stat, files)):
+        raise ManifestError(
+            f"{storage.url}: two models: one in {single!r}, and the one of {index!r}: remove one of them, or "
+            "name the file"
+        )
+    logger.warning("%s: %s is loaded, not the files that %s names", storage.url, single, index)
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
@@ -128,19 +204,13 @@ def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
     limit = min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES)
     if length > limit:
         # Files of other kinds end here.
-        if _is_tar(storage, name, prefix, nbytes):
-            raise ManifestError(f"{url}: a tar archive, which fastload does not read")
+        if instead := what_instead(storage, name, nbytes):
+            raise ManifestError(f"{url}: {instead}")
         raise ManifestError(
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {nbytes}); the file starts with {prefix!r}"
         )
     return read_bytes(storage, name, LENGTH_BYTES, length)
-
-
-def _is_tar(storage: Storage, name: str, prefix: bytes, nbytes: int) -> bool:
-    member = prefix.rstrip(b"\0")
-    may_be = nbytes > _TAR_BYTES and member.isascii() and member.decode().isprintable()
-    return may_be and read_bytes(storage, name, *_TAR_SIGN[:2]) == _TAR_SIGN[2]
 
 
 def _select(

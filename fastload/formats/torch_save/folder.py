@@ -11,8 +11,8 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
 from fastload.formats.parts import join_manifests, numbered
-from fastload.formats.reading import read_bytes, stat_all
-from fastload.formats.safetensors.reader import read_index
+from fastload.formats.reading import read_bytes, stat_all, what_instead
+from fastload.formats.safetensors.reader import choose_single, find_single, read_index, require_numbered
 from fastload.formats.state import children, dict_node, leaves
 from fastload.formats.torch_save import legacy_file, zip_file
 from fastload.formats.untrusted import MemoryBudget, show
@@ -28,16 +28,27 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         exact: As for `zip_file.read_file`.
 
     Raises:
-        ManifestError: A file or the index is malformed, they contradict each other, or a file is missing.
+        IncompleteCheckpoint: A file is missing.
+        ManifestError: A file or the index is malformed, or they contradict each other.
         StorageError: Storage failed.
     """
-    weight_map, digest = read_index(storage, BIN_INDEX_NAME) if BIN_INDEX_NAME in listing else ({}, "")
-    names = sorted({*weight_map.values()}) or [BIN_NAME]
-    stats = stat_all(storage, names)
     budget = MemoryBudget(storage.url)
-    parts = in_threads(lambda name: _read(storage, name, stats[name], budget, exact=exact), names)
-    if not weight_map:
-        return parts[0]
+
+    def read(names: Sequence[str]) -> list[Manifest]:
+        stats = stat_all(storage, names)
+        return in_threads(lambda name: _read(storage, name, stats[name], budget, exact=exact), names)
+
+    if BIN_INDEX_NAME not in listing:
+        if BIN_NAME not in listing:
+            require_numbered(storage.url, listing, also=BIN_INDEX_NAME)
+        return read([BIN_NAME])[0]
+    weight_map, digest = read_index(storage, BIN_INDEX_NAME)
+    single = find_single(storage, listing, BIN_INDEX_NAME, weight_map, BIN_NAME)
+    if single is not None:
+        (manifest,) = read([single])
+        choose_single(storage, BIN_INDEX_NAME, weight_map, single, children(manifest.structure) or ())
+        return manifest
+    parts = read(sorted({*weight_map.values()}))
     return replace(_join(storage.url, parts, weight_map), index_digest=digest)
 
 
@@ -47,7 +58,10 @@ def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, 
         return zip_file.read_file(storage, name, stat, exact=exact, budget=budget)
     if head.startswith(LEGACY_STARTS):
         return legacy_file.read_file(storage, name, stat, exact=exact, budget=budget)
-    raise ManifestError(f"{storage.label(name)}: no file of torch.save: it starts with {head[:8]!r}")
+    instead = (
+        what_instead(storage, name, stat.nbytes) or f"no file of torch.save: it starts with {head[:8]!r}"
+    )
+    raise ManifestError(f"{storage.label(name)}: {instead}")
 
 
 def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) -> Manifest:

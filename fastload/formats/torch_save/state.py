@@ -47,6 +47,7 @@ _MAX_ARGS = 16
 _MAX_KEY_PARTS = 100
 _NODE_BYTES, _VALUE_BYTES = 550, 128  # of a container or tensor with its node of JSON, of a plain value
 _ITEM_BYTES, _ENTRY_BYTES = 40, 64  # of a list of plain values, of a dict
+_FIRST_ITEM_BYTES = 8  # where the list is in the pickle, with a byte or more for each item
 _NUM_TEXTS = 4  # of the structure at once, while it is sent to other ranks
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
 
@@ -235,6 +236,8 @@ class _PickleEncoder(StateEncoder):
         self._where = where
         self._budget = budget
         self._storage_dtypes: dict[str, torch.dtype] = {}
+        self._lists: set[int] = set()  # ids of those of the pickle that were encoded
+        self._is_first = False
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
         """Encodes a value; one that cannot be loaded becomes a node with the reason."""
@@ -245,6 +248,8 @@ class _PickleEncoder(StateEncoder):
         if id(value) in self._open:
             return self._refuse("a container", "it contains itself")
         if kind in (list, tuple):
+            self._is_first = id(value) not in self._lists
+            self._lists.add(id(value))
             return self._container(value, tensor_name(prefix, key))
         try:
             made = self._make(value)
@@ -265,10 +270,12 @@ class _PickleEncoder(StateEncoder):
         return node
 
     def _container(self, value: Any, name: str) -> Any:
+        is_first, self._is_first = self._is_first, False
         self._budget.charge(_NODE_BYTES + 2 * len(name))
         if type(value) not in (list, tuple) or len(self._path) >= MAX_DEPTH or not are_json(value):
             return super()._container(value, name)
-        self._budget.charge(_ITEM_BYTES * len(value))  # it may be very long, and is its own JSON
+        # It may be very long, and is its own JSON.
+        self._budget.charge((_FIRST_ITEM_BYTES if is_first else _ITEM_BYTES) * len(value))
         if value and type(value[0]) is str:
             self._budget.charge(_NUM_TEXTS * sum(map(len, value)))
         return {"tuple": list(value)} if type(value) is tuple else list(value)

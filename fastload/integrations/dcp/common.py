@@ -18,9 +18,6 @@ Path = str | os.PathLike[str]
 Cut = tuple[Any, ...]
 """The part of a tensor that an item of a plan covers."""
 
-BYTES_IO = "io.BytesIO"
-"""Marks the stored bytes of a `BytesIO`."""
-
 
 class DcpStorage:
     """The arguments of a storage of dcp, and the ranks that use it.

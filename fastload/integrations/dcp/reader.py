@@ -33,8 +33,9 @@ from torch.utils._pytree import tree_leaves
 import fastload
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
+from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import DTensorRanks, empty_like, is_dtensor, local_parts
-from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, done, overrides, pickled
+from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
 from fastload.loading.selection import GAP, Outline
 from fastload.options import LoadOptions
 
@@ -317,9 +318,13 @@ class _LoadTargets:
         entry = self._manifest.by_name[stored]
         dtype, shape = torch_spec(entry)
         if len(shape) == len(box.sizes) + 1:  # complex128, stored as pairs
-            pairs = torch.empty((*box.sizes, 2), dtype=dtype, device=tensor.device)
-            self._pairs.append((tensor, torch.view_as_complex(pairs)))
-            box, tensor = fastload.Box((*box.offsets, 0), (*box.sizes, 2)), pairs
+            box = fastload.Box((*box.offsets, 0), (*box.sizes, 2))
+            if tensor.is_complex() and not (tensor.is_conj() or tensor.is_neg()):
+                tensor = torch.view_as_real(tensor)
+            else:
+                pairs = torch.empty(box.sizes, dtype=dtype, device=tensor.device)
+                self._pairs.append((tensor, torch.view_as_complex(pairs)))
+                tensor = pairs
         self.boxes.setdefault(stored, []).append((box, tensor))
 
 

@@ -27,8 +27,9 @@ from torch.futures import Future
 import fastload
 from fastload.errors import OptionError
 from fastload.formats.names import DCP_NAMES
+from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import is_dtensor, with_local
-from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, done, overrides, pickled
+from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
 from fastload.options import SaveOptions
 from fastload.saving import save as saving
 from fastload.saving.call import make_call
