@@ -224,6 +224,22 @@ class _Options:
         }
 
 
+_OptionsT = TypeVar("_OptionsT", "LoadOptions", "SaveOptions", "StageOptions")
+
+
+def chosen_options(options: _OptionsT | None, kind: type[_OptionsT]) -> _OptionsT:
+    """Returns the options of a caller; the defaults for None.
+
+    Raises:
+        OptionError: They are of another class, or an environment variable has a value that cannot be used.
+    """
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise OptionError(f"options= is a {type(options).__name__}: pass fastload.{kind.__name__}")
+    return options
+
+
 def _parsed(name: str, text: str) -> int:
     try:
         return parse_bytes(text)

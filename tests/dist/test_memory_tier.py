@@ -676,6 +676,89 @@ def test_a_step_that_was_saved_again_after_going_back_is_that_one(
             raise Crash
 
 
+def saves_without_memory(folder: Path, restored: int, *steps: int) -> dict[int, dict[str, Any]]:
+    """Has a start without the tier go back to a step on storage, and save others; returns their states."""
+    states = {step: {**small_state_of(step), "step": 1000 + step} for step in steps}
+    with contextlib.suppress(Crash), CheckpointManager(folder / ROOT, options=OPTIONS) as manager:
+        assert is_state(manager.restore(step=restored), restored, small_state_of)
+        for step, state in states.items():
+            manager.save(step, state)
+        manager.wait()
+        raise Crash
+    return states
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest"), [((20,), 20), ((15,), 15), ((15, 20), 20), ((25,), 25), ((10,), 10), ((5,), 5)]
+)
+def test_what_a_start_without_the_tier_saved_after_going_back_is_newer_than_memory(
+    steps: tuple[int, ...], newest: int, tmp_path: Path
+) -> None:
+    """Whatever its steps: memory still has step 20 of the start before it."""
+    crash_at(tmp_path, 10, 20)
+    states = saves_without_memory(tmp_path, 10, *steps)
+    for step in (newest, None):
+        with contextlib.suppress(Crash), manage(tmp_path, tmp_path / "memory") as manager:
+            assert manager.latest() == newest
+            assert manager.restore(step=step)["step"] == states[newest]["step"], step
+            assert (manager.restored_step, manager.restored_from) == (newest, "storage")
+            raise Crash
+
+
+@pytest.mark.parametrize("asks", ["restores", "saves", "saves to memory", "does nothing"])
+def test_a_stale_step_in_memory_is_not_written_to_storage(asks: str, tmp_path: Path) -> None:
+    """When the job ends, and after a signal."""
+    crash_at(tmp_path, 10, 20)
+    saves_without_memory(tmp_path, 10, 15)
+    with manage(tmp_path, tmp_path / "memory", every_steps=100) as manager:
+        if asks == "restores":
+            assert manager.restore()["step"] == 1015
+        if asks == "saves":
+            manager.save(16, small_state_of(16))
+        if asks == "saves to memory":
+            keep(manager, 16, state=small_state_of)
+        signal.raise_signal(signal.SIGUSR1)
+        manager.should_save(17)
+        assert manager.stop_requested
+    with CheckpointManager(tmp_path / ROOT, options=OPTIONS) as manager:
+        assert 20 not in manager.all_steps()
+        assert manager.latest() == (16 if asks.startswith("saves") else 15)
+
+
+def test_a_step_that_a_later_start_kept_in_memory_is_not_stale(tmp_path: Path) -> None:
+    """It knows the step that a start without the tier saved."""
+    crash_at(tmp_path, 10, 20)
+    states = saves_without_memory(tmp_path, 10, 15)
+    memory = tmp_path / "memory"
+    with contextlib.suppress(Crash), manage(tmp_path, memory, every_steps=17) as manager:
+        assert manager.restore()["step"] == states[15]["step"]
+        keep(manager, 16, state=small_state_of)
+        assert manager.should_save(17)
+        manager.save(17, small_state_of(17))  # to both, the one to storage as its own
+        manager.wait()
+        keep(manager, 18, state=small_state_of)
+        raise Crash
+    with contextlib.suppress(Crash), manage(tmp_path, memory) as manager:
+        assert manager.latest() == 18
+        assert is_state(manager.restore(), 18, small_state_of)
+        assert manager.restored_from == "memory"
+        raise Crash
+    with manage(tmp_path, memory) as manager:
+        assert is_state(manager.restore(), 18, small_state_of), "of the start before the last one"
+        assert manager.restored_from == "memory"
+
+
+def test_a_stale_step_in_memory_is_taken_if_what_is_newer_is_damaged(tmp_path: Path) -> None:
+    crash_at(tmp_path, 10, 20)
+    saves_without_memory(tmp_path, 10, 15)
+    flip(tmp_path / ROOT / "step_00000015" / MODEL, -1)
+    with manage(tmp_path, tmp_path / "memory") as manager, warned("fastload.training.restore") as lines:
+        assert is_state(manager.restore(), 20, small_state_of)
+        assert manager.restored_from == "memory"
+    assert len(lines) == 1
+    assert "step 15 cannot be restored, falling back to 20" in lines[0]
+
+
 def crash_at(folder: Path, *steps: int, **arguments: Any) -> None:
     """Has a job die that has the first step on storage, and the others in memory."""
     with contextlib.suppress(Crash), manage(folder, folder / "memory", **arguments) as manager:
