@@ -27,7 +27,7 @@ from fastload import CheckpointManager, LoadOptions, SaveOptions
 from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.memory_tier import copies
 from fastload.memory_tier import save as tier_save
-from fastload.report import LoadReport
+from fastload.report import LoadReport, SaveReport
 from fastload.saving.snapshot import BufferPool
 from fastload.storage.memory_folder import JobFolder, find_jobs, find_memory
 from fastload.storage.memory_target import MemoryTarget
@@ -674,6 +674,52 @@ def test_a_step_that_was_saved_again_after_going_back_is_that_one(
             assert manager.restore(step=step)["step"] == 1020, step
             assert (manager.restored_step, manager.restored_from) == (20, "storage")
             raise Crash
+
+
+@ranks(4, ranks_per_host=2)
+def test_each_save_is_reported_with_its_tier(rank: int, world: int, tmp_path: Path) -> None:
+    reports: list[SaveReport] = []
+    options = replace(OPTIONS, on_report=reports.append)
+    with manage(tmp_path, tmp_path / "memory", every_steps=3, options=options) as manager:
+        for step in range(1, 5):
+            assert manager.should_save(step)
+            manager.save(step, state_of(step))
+            assert manager.latest() == step, "it has ended"
+    found = sorted((Path(report.url).name[-1], report.tier) for report in reports)
+    assert found == [("1", "memory"), ("2", "memory"), ("3", "memory"), ("3", "storage"), ("4", "memory")]
+    kept = next(report for report in reports if report.tier == "memory")
+    assert (kept.num_copies, kept.num_writers, kept.nbytes) == (2, 4, reports[-1].nbytes)
+    assert kept.bytes_written == kept.nbytes > 0
+    assert [own.rank for own in kept.ranks] == [0, 1, 2, 3]
+    assert kept.total_s >= kept.stall_s > 0
+
+
+@ranks(2, ranks_per_host=1)
+@pytest.mark.parametrize("what", ["state", "on_report", "step"])
+def test_what_one_rank_cannot_keep_stops_no_rank(rank: int, world: int, tmp_path: Path, what: str) -> None:
+    """No save to memory raises: the other ranks would go on, and wait for the one that did."""
+    is_bad = [rank == 1]
+
+    def refuse(report: SaveReport) -> None:
+        if is_bad[0]:
+            raise RuntimeError("no room for reports")
+
+    options = replace(OPTIONS, on_report=refuse if what == "on_report" else None)
+    with (
+        not_saved() as lines,
+        manage(tmp_path, tmp_path / "memory", every_steps=100, options=options) as manager,
+    ):
+        assert manager.should_save(1)
+        state = {"x": object()} if is_bad[0] and what == "state" else small_state_of(1)
+        manager.save("one" if is_bad[0] and what == "step" else 1, state)  # type: ignore[arg-type]
+        assert manager.latest() == (1 if what == "on_report" else None)
+        is_bad[0] = False
+        keep(manager, 2, state=small_state_of)
+        [line] = lines
+    cause = {"state": "cannot be saved", "on_report": "no room for reports", "step": "step='one'"}[what]
+    told = line.getMessage()
+    assert cause in told
+    assert told.startswith(f"step 1 is {'' if what == 'on_report' else 'not '}saved to memory: ")
 
 
 def saves_without_memory(folder: Path, restored: int, *steps: int) -> dict[int, dict[str, Any]]:

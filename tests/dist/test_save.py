@@ -139,7 +139,7 @@ def test_a_checkpoint_exists_even_if_its_report_cannot_be_told(rank: int, world:
         raise RuntimeError("no room for reports")
 
     handle = fastload.async_save(make_state(), tmp_path / "step", options=replace(SMALL, on_report=refuse))
-    with pytest.raises(fastload.PeerError, match="on_report failed on 2 of 2 ranks .*no room"):
+    with pytest.raises(fastload.PeerError, match=r"on_report failed on 2 of 2 ranks .*no room"):
         handle.wait(20)
     assert handle.report is not None
     assert not handle.failed()
