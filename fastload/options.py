@@ -357,7 +357,7 @@ class SaveOptions(_Options):
         retries: Further attempts after a transient storage error.
         trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.
         on_report: Called on each rank with the `SaveReport` after a successful save; by a thread, if the save
-            ran in the background.
+            ran in the background. An exception is raised on all ranks; the checkpoint exists.
         progress: Called on each rank with its own (bytes written, bytes to write), likewise.
 
     Raises:
@@ -400,7 +400,8 @@ class StageOptions(_Options):
         bases: As in `LoadOptions`.
         write_threads: Writes in flight on each host.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
-        on_report: Called on each rank with the `StageReport` after success.
+        on_report: Called on each rank with the `StageReport` after success. An exception is raised on all
+            ranks.
         progress: Called on one rank of each host with (bytes received, bytes to receive).
 
     Raises:

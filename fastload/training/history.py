@@ -78,12 +78,15 @@ class History:
         lists: Whether this rank lists storage; at least one rank does.
         process_group: Their group, as for `fastload.load`.
         incarnation: Name of this start of the job, if it has a memory tier.
+
+    Attributes:
+        incarnation: As given.
     """
 
     def __init__(
         self, world: World, catalog: Catalog, *, lists: bool, process_group: Any, incarnation: str = ""
     ) -> None:
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._world = world
         self._group = process_group
         self._catalog = catalog
@@ -152,7 +155,7 @@ class History:
         others = [
             point
             for point in self._listing.recorded
-            if records[point].digest and records[point].incarnation != self._incarnation
+            if records[point].digest and records[point].incarnation != self.incarnation
         ]
         newest = max(others, default=None)
         return None if newest is None else (*newest, records[newest].digest)

@@ -240,13 +240,12 @@ class CheckpointManager:
         self._catalog = Catalog(policy.root, storage_options, patience)
         self._bases = Catalog(policy.root, storage_options, patience)  # for the threads that save deltas
         lists, cleans, incarnation, run = self._meet()
-        self._incarnation = incarnation if policy.memory is not None else ""
         self._history = History(
             world,
             self._catalog,
             lists=lists,
             process_group=process_group,
-            incarnation=self._incarnation,
+            incarnation=incarnation if policy.memory is not None else "",
         )
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
@@ -354,8 +353,8 @@ class CheckpointManager:
         """Saves a state as the checkpoint of a step: to storage, to memory or to both.
 
         The last `should_save` decided where; without one for this step it is storage. If `max_pending_saves`
-        copies exist already, it first waits for one of them. Errors of the memory tier are warnings, and the
-        next save to memory tries again.
+        copies exist already, it first waits for one of them. Errors of a save to memory, those of the state
+        included, are warnings on all ranks, and the next save to memory tries again.
 
         Args:
             step: The step, from 0 on.
@@ -376,7 +375,7 @@ class CheckpointManager:
         answer = self._schedule.answer_for(step)
         self._restorer.note_memory()
         branch, path = self._history.branch_for(step, is_void=problem is not None), self.path(step)
-        metadata = metadata_of(step, own_metrics, branch, self._incarnation)
+        metadata = metadata_of(step, own_metrics, branch, self._history.incarnation)
         if self._tier is not None and self._goes_to_memory(answer, step):
             origin = self._history.origin
             save_to_memory = partial(

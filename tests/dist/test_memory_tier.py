@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -791,6 +793,20 @@ def test_a_step_that_a_later_start_kept_in_memory_is_not_stale(tmp_path: Path) -
         raise Crash
     with manage(tmp_path, memory) as manager:
         assert is_state(manager.restore(), 18, small_state_of), "of the start before the last one"
+        assert manager.restored_from == "memory"
+
+
+def test_a_step_that_an_earlier_version_kept_in_memory_is_restored(tmp_path: Path) -> None:
+    """Its manifest does not say which start of the job saved it."""
+    crash_at(tmp_path, 10, 20)
+    [path] = (tmp_path / "memory").glob(f"*/*/*/*/{MANIFEST}")
+    body = json.loads(path.read_bytes().partition(b"\n")[2])
+    del body["incarnation"], body["origin"]
+    text = json.dumps({**body, "version": 1}).encode()
+    path.write_bytes(b"\n".join([xxhash.xxh3_128_hexdigest(text).encode(), text]))
+    with manage(tmp_path, tmp_path / "memory") as manager:
+        assert manager.latest() == 20
+        assert is_state(manager.restore(), 20, small_state_of)
         assert manager.restored_from == "memory"
 
 
