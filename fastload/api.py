@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
 from fastload.loading.access import Access, open_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import LoadOptions, SaveOptions, StageOptions
+from fastload.options import LoadOptions, SaveOptions, StageOptions, chosen_options
 from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_patiently, require_writable
 
@@ -156,7 +157,9 @@ def _open(
     ends_call: bool = False,
 ) -> Checkpoint:
     what = f"opening {name_of(path)}"
-    world, chosen, location = meet(process_group, what, options, LoadOptions, lambda _: locate(path))
+    world, chosen, location = meet(
+        process_group, what, partial(chosen_options, options, LoadOptions), lambda _: locate(path)
+    )
     access = open_access(world, location, storage_options, chosen, {"path": location.given})
     if ends_call:
         world.acknowledge()
@@ -208,7 +211,9 @@ def stage(
         return locate(src), _local(dst, "stage to")
 
     what = f"staging {name_of(src)}"
-    world, chosen, (location, path) = meet(process_group, what, options, StageOptions, prepare)
+    world, chosen, (location, path) = meet(
+        process_group, what, partial(chosen_options, options, StageOptions), prepare
+    )
     call = {"call": "stage", "src": location.given, "dst": path}
     access = open_access(world, location, storage_options, chosen, call)
     try:
@@ -223,8 +228,6 @@ def stage(
                     f"{copy}: has the name of a base of {location}, and is another checkpoint: move it away, "
                     "or stage to another directory"
                 ) from None
-            if chosen.on_report is not None:
-                chosen.on_report(report)
     finally:
         access.storage.close()
     return report
@@ -272,7 +275,7 @@ def verify(
     Raises:
         ChecksumError: Blocks are damaged; on all ranks. It has a line for each damaged block, the first 20 of
             them in the message.
-        IncompleteCheckpoint: It has no checksums.
+        CheckpointError: It has no checksums; `seal` makes them.
         PeerError: A rank could not read its part.
     """
     with _open(path, process_group, storage_options, options) as checkpoint:
@@ -321,7 +324,9 @@ def seal(
         return location
 
     what = f"sealing {name_of(path)}"
-    world, chosen, location = meet(process_group, what, options, LoadOptions, prepare)
+    world, chosen, location = meet(
+        process_group, what, partial(chosen_options, options, LoadOptions), prepare
+    )
     return sealing.seal(world, location, storage_options, chosen)
 
 
@@ -413,8 +418,7 @@ def save_stream(
     from fastload.saving.call import make_call
     from fastload.saving.stream import take_tensors
 
-    chosen = replace(options if options is not None else SaveOptions(), parts=True)
-    call = make_call(path, process_group, metadata, storage_options, chosen)
+    call = make_call(path, process_group, metadata, storage_options, options, changes={"parts": True})
     with call.world.together():
         state = take_tensors(call.world, call.what, tensors, lambda: _local(spool, "keep tensors in"))
     return saving.save(call, state)
@@ -459,7 +463,7 @@ def inspect(
         ManifestError: It is malformed.
         StorageError: The headers could not be read.
     """
-    chosen = options if options is not None else LoadOptions()
+    chosen = chosen_options(options, LoadOptions)
 
     def connect(location: Location) -> PatientStorage:
         return open_patiently(location, NAMES, storage_options, patience=chosen.patience)

@@ -224,6 +224,22 @@ class _Options:
         }
 
 
+_OptionsT = TypeVar("_OptionsT", "LoadOptions", "SaveOptions", "StageOptions")
+
+
+def chosen_options(options: _OptionsT | None, kind: type[_OptionsT]) -> _OptionsT:
+    """Returns the options of a caller; the defaults for None.
+
+    Raises:
+        OptionError: They are of another class, or an environment variable has a value that cannot be used.
+    """
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise OptionError(f"options= is a {type(options).__name__}: pass fastload.{kind.__name__}")
+    return options
+
+
 def _parsed(name: str, text: str) -> int:
     try:
         return parse_bytes(text)
@@ -342,7 +358,7 @@ class SaveOptions(_Options):
         retries: Further attempts after a transient storage error.
         trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.
         on_report: Called on each rank with the `SaveReport` after a successful save; by a thread, if the save
-            ran in the background.
+            ran in the background. An exception is raised on all ranks; the checkpoint exists.
         progress: Called on each rank with its own (bytes written, bytes to write), likewise.
 
     Raises:
@@ -385,7 +401,8 @@ class StageOptions(_Options):
         bases: As in `LoadOptions`.
         write_threads: Writes in flight on each host.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
-        on_report: Called on each rank with the `StageReport` after success.
+        on_report: Called on each rank with the `StageReport` after success. An exception is raised on all
+            ranks.
         progress: Called on one rank of each host with (bytes received, bytes to receive).
 
     Raises:

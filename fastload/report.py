@@ -192,10 +192,11 @@ class SaveRankReport(_RankReport):
         host: Name of its host.
         bytes_written: Bytes of files that it wrote.
         bytes_sent: Bytes of its shards that other ranks wrote or hashed.
-        stall_s: Seconds that the caller was blocked: until the end of the snapshot, or of the save.
+        stall_s: Seconds that the caller was blocked: until the end of the snapshot, or of the save. Of a
+            `CheckpointManager` that is in `save`, so it includes the wait for earlier saves.
         snapshot_s: Seconds copying from the state.
         snapshot_wait_s: Seconds of `stall_s` after the call, with ``snapshot="overlap"``: steps that waited.
-        waited_s: Seconds until earlier saves were written.
+        waited_s: Seconds that its copy waited, in the background, until earlier saves were written.
         write_s: Seconds with at least one write under way.
         flush_s: Seconds from the last write until its bytes were durable.
         commit_s: Seconds from then until the checkpoint existed: waiting for other ranks, and publishing.
@@ -234,6 +235,8 @@ class SaveReport(_Report):
         why_complete: Why it is complete, if a delta was wanted.
         came_instead_of: URLs of earlier saves that were skipped, since this one was newer when storage was
             free; see `CheckpointManager`.
+        tier: ``storage``, or ``memory`` if a `CheckpointManager` saved it to its memory tier. Then `url` is
+            where storage would have it.
         ranks: One entry per rank.
     """
 
@@ -247,6 +250,7 @@ class SaveReport(_Report):
     base: str = ""
     why_complete: str = ""
     came_instead_of: tuple[str, ...] = ()
+    tier: str = "storage"
     ranks: Sequence[SaveRankReport] = field(default_factory=tuple)
 
     @property

@@ -10,6 +10,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from fastload.loading.prepare import Job, LoadStart, MatchedRequest, open_job, o
 from fastload.loading.prepare import prepare as prepare_load
 from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
-from fastload.options import LoadOptions, Patience, SaveOptions
+from fastload.options import LoadOptions, Patience, SaveOptions, chosen_options
 from fastload.report import LoadReport
 from fastload.saving.agree import gather_states
 from fastload.saving.layout import TensorSpec, lay_out_files
@@ -116,7 +117,7 @@ def redistribute(
     def prepare(chosen: LoadOptions) -> _Inputs:
         return _Inputs.of(state, into, dtype, names, strict, chosen.shared_values())
 
-    world, chosen, inputs = meet(process_group, _WHAT, options, LoadOptions, prepare)
+    world, chosen, inputs = meet(process_group, _WHAT, partial(chosen_options, options, LoadOptions), prepare)
     num_clears = world.cache.num_clears
     kept: KeptPlan | None = world.cache.take(_WHAT)
     with world.together():

@@ -12,6 +12,7 @@ from typing import Any
 from fastload.comm import group
 from fastload.comm.hosts import node
 from fastload.comm.launch import Launch, from_env, initialize
+from fastload.errors import OptionError
 from fastload.options import LoadOptions
 
 __all__ = ["Launch", "agree", "from_env", "get_hosts", "get_rank", "initialize"]
@@ -48,8 +49,8 @@ def agree(
 
     Args:
         what: Name of what the ranks do, for errors.
-        works: Functions without arguments, which may differ between ranks. What the last one returns has to
-            be JSON.
+        works: Functions without arguments, which may differ between ranks, in the same number on all ranks.
+            The last one returns JSON; what the others return stays on their rank.
         process_group: As for `fastload.load`.
         timeout_s: Longest time without progress, in seconds; None for that of `LoadOptions`.
 
@@ -57,8 +58,18 @@ def agree(
         What the last function returned on each rank.
 
     Raises:
-        PeerError: A function raised on some rank, or a rank did not come in time. With one rank, its own
-            error is raised.
+        PeerError: A function raised on some rank, or returned what is no JSON, or a rank did not come in
+            time. With one rank, its own error is raised.
+        OptionError: There is no function, or the timeout cannot be used; in a group of several ranks, which
+            may differ in this, a PeerError.
     """
-    timeout_s = LoadOptions().timeout_s if timeout_s is None else timeout_s
-    return group.agree(process_group, what, *works, timeout_s=timeout_s)
+
+    def choose() -> LoadOptions:
+        return LoadOptions() if timeout_s is None else LoadOptions(timeout_s=timeout_s)
+
+    def check(_: LoadOptions) -> None:
+        if not works:
+            raise OptionError(f"{what}: there is no function to call")
+
+    world, _, _ = group.meet(process_group, what, choose, check)
+    return group.agree_in(world, what, *works)

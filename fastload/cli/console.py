@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,9 +62,14 @@ def _print_error(ctx: click.Context, error: FastloadError) -> None:
     rank = ctx.meta.get(_RANK, 0)
     at_fault = error.failures if isinstance(error, PeerError) else {}
     if rank == 0 or 0 in at_fault or rank in at_fault:  # rank 0 may be dead
-        click.echo(f"fastload: {type(error).__name__}: {error}", err=True)
+        click.echo(f"fastload: {type(error).__name__}: {_as_flags(str(error))}", err=True)
     if rank == 0:
-        _print_json_error(ctx, error, str(error))
+        _print_json_error(ctx, error, _as_flags(str(error)))
+
+
+def _as_flags(message: str) -> str:
+    """Returns the message of a library for a user of the command line, who has flags in place of options."""
+    return re.sub(r"options=fastload\.\w+\(overwrite=True\)|\boverwrite=True\b", "--overwrite", message)
 
 
 def _print_json_error(ctx: click.Context, error: Exception, message: str) -> None:

@@ -180,7 +180,7 @@ def _require_new_folder(path: str, *, overwrite: bool) -> None:
         raise OptionError("--overwrite is not for --to dcp, which writes to new directories only")
     with closing(open_storage(locate(path), NAMES)) as storage:
         if storage.list() or storage.stat("") is not None:
-            raise CheckpointExists(f"{path} exists")
+            raise CheckpointExists(f"{path} exists: name a new directory")
 
 
 @dataclass(frozen=True)

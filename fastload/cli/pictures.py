@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -62,17 +62,30 @@ def timeline(file: Any, png: str, floor_s: float | None) -> None:
 
     FILE was written by `fastload load --trace`, by `fastload plan --trace`, or by a load or save with the
     option `trace`. The dashed line is the floor: as given, as recorded in the trace, or the time in which at
-    least one rank was reading.
+    least one rank was reading, or for a save writing. There is none if no rank did.
     """
     trace = _read(file)
-    if floor_s is not None:
-        floor, label = floor_s, "floor"
-    elif trace.floor_s is not None:
-        floor, label = trace.floor_s, "floor: one client streams all"
-    else:
-        floor, label = trace.reading_s, "floor: the reads without gaps"
-    draw_timeline(png, trace, floor, label)
-    click.echo(f"{png}: {len(trace.rows)} ranks, {trace.end_s:.3f} s")
+    floor = Floor(floor_s, "floor") if floor_s is not None else trace.floor
+    draw_timeline(png, trace, floor)
+    note = f", {floor.text}" if floor is not None else ""
+    click.echo(f"{png}: {len(trace.rows)} ranks, {trace.end_s:.3f} s{note}")
+
+
+class Floor(NamedTuple):
+    """The least time that a load or a save could take.
+
+    Attributes:
+        seconds: The time.
+        label: Its meaning.
+    """
+
+    seconds: float
+    label: str
+
+    @property
+    def text(self) -> str:
+        """Label and time."""
+        return f"{self.label} {self.seconds:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class Trace:
         rows: The ranks in order.
         what: Description of the work.
         num_ranks: Ranks of the job; the trace may have fewer.
-        nbytes: Bytes loaded; 0 if not recorded.
+        nbytes: Bytes loaded or saved; 0 if not recorded.
         floor_s: Seconds in which one client streams them; None if not recorded.
     """
 
@@ -114,10 +127,22 @@ class Trace:
         return max(row.end_s for row in self.rows)
 
     @property
-    def reading_s(self) -> float:
-        """Seconds in which at least one rank was reading."""
-        reads = _union(interval for row in self.rows for interval in row.stages.get("read", []))
-        return sum(end - begin for begin, end in reads)
+    def floor(self) -> Floor | None:
+        """The recorded floor; else the time of storage, which a load reads and a save writes."""
+        if self.floor_s is not None:
+            return Floor(self.floor_s, "floor: one client streams all")
+        for stage, label in (
+            ("read", "floor: the reads without gaps"),
+            ("write", "floor: the writes without gaps"),
+        ):
+            if seconds := self._seconds_of(stage):
+                return Floor(seconds, label)
+        return None
+
+    def _seconds_of(self, stage: str) -> float:
+        """Returns the seconds in which at least one rank was in a stage."""
+        found = _union(interval for row in self.rows for interval in row.stages.get(stage, []))
+        return sum(end - begin for begin, end in found)
 
 
 def _read(file: Any) -> Trace:
@@ -130,7 +155,7 @@ def _read(file: Any) -> Trace:
             rows,
             what=str(about.get("what", "timeline")),
             num_ranks=int(about.get("num_ranks", len(rows))),
-            nbytes=int(about.get("bytes_wanted", 0)),
+            nbytes=int(about.get("bytes_wanted", about.get("nbytes", 0))),
             floor_s=float(about["floor_s"]) if "floor_s" in about else None,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -168,26 +193,26 @@ def _union(intervals: Iterable[tuple[float, float]]) -> Intervals:
     return joined
 
 
-def draw_timeline(path: str, trace: Trace, floor_s: float, floor: str) -> None:
+def draw_timeline(path: str, trace: Trace, floor: Floor | None) -> None:
     """Draws ranks as rows and stages as coloured tracks; idle time is grey.
 
     Args:
         path: PNG file to write.
         trace: The trace; of many ranks, the slowest, the fastest and some in between are drawn.
-        floor_s: Position of the floor.
-        floor: Label of the floor.
+        floor: The floor, or None.
 
     Raises:
         FastloadError: matplotlib is not installed, or the file cannot be written.
     """
     rows = _representative(trace.rows)
     stages = list(dict.fromkeys(stage for row in trace.rows for stage in row.stages))
-    until_s = max(trace.end_s, floor_s)
+    until_s = max(trace.end_s, floor.seconds if floor is not None else 0.0)
     height = 1.7 + max(1.2, len(rows) * (0.62 if len(rows) <= 12 else 0.34))
     figure, axes = _new_figure((12, height), dpi=130)
     for index, row in enumerate(rows):
         _draw_row(axes, index, row, stages, until_s)
-    axes.axvline(floor_s, color=_FLOOR, linestyle=_DASHED, linewidth=1.4, zorder=5)
+    if floor is not None:
+        axes.axvline(floor.seconds, color=_FLOOR, linestyle=_DASHED, linewidth=1.4, zorder=5)
     axes.set(xlim=(0, until_s * 1.02), ylim=(len(rows) - 0.4, -0.6), xlabel="seconds")
     titles = [row.title if len(row.title) <= 48 else f"{row.title[:47]}…" for row in rows]
     axes.set_yticks(range(len(rows)), titles)
@@ -198,7 +223,7 @@ def draw_timeline(path: str, trace: Trace, floor_s: float, floor: str) -> None:
         line.set_zorder(0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(_timeline_title(trace, len(rows)), loc="left", fontsize=12, fontweight="bold", pad=10)
-    _add_legend(figure, trace, stages, f"{floor} {floor_s:.3g} s")
+    _add_legend(figure, trace, stages, floor)
     _save(figure, path)
 
 
@@ -264,7 +289,7 @@ def _timeline_title(trace: Trace, num_shown: int) -> str:
     return ", ".join(parts)
 
 
-def _add_legend(figure: Any, trace: Trace, stages: list[str], floor: str) -> None:
+def _add_legend(figure: Any, trace: Trace, stages: list[str], floor: Floor | None) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -273,7 +298,8 @@ def _add_legend(figure: Any, trace: Trace, stages: list[str], floor: str) -> Non
         for stage in stages
     ]
     handles.append(Patch(color=_IDLE, label="idle"))
-    handles.append(Line2D([], [], color=_FLOOR, linestyle=_DASHED, linewidth=1.4, label=floor))
+    if floor is not None:
+        handles.append(Line2D([], [], color=_FLOOR, linestyle=_DASHED, linewidth=1.4, label=floor.text))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9.5)
 
 

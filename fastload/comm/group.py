@@ -17,7 +17,7 @@ from fastload.comm.rendezvous import GroupState, StoreRendezvous
 from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
-from fastload.errors import OptionError, WorldError
+from fastload.errors import WorldError
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
 
 T = TypeVar("T")
@@ -131,8 +131,7 @@ def join_in(
 def meet(
     process_group: Any,
     what: str,
-    options: Options | None,
-    kind: type[Options],
+    choose: Callable[[], Options],
     prepare: Callable[[Options], T],
 ) -> tuple[World, Options, T]:
     """Forms the world even if this rank has failed, so that the others learn of it.
@@ -140,9 +139,8 @@ def meet(
     Args:
         process_group: As for `join`.
         what: Name of the call. Ranks that make another call are out of step.
-        options: The caller's options; None for the defaults.
-        kind: Their class.
-        prepare: Prepares this rank, given the options; an exception it raises is raised on all ranks.
+        choose: Returns the options. An exception it raises is raised on all ranks.
+        prepare: Prepares this rank, given the options; likewise.
 
     Returns:
         The world, the options, and what `prepare` has returned.
@@ -150,9 +148,7 @@ def meet(
     timeout_s: float = SETTINGS["timeout_s"].default
     problem: BaseException | None = None
     try:
-        chosen = options if options is not None else kind()
-        if not isinstance(chosen, kind):
-            raise OptionError(f"options= is a {type(chosen).__name__}: pass fastload.{kind.__name__}")
+        chosen = choose()
         timeout_s = chosen.timeout_s
         ready = prepare(chosen)
     except BaseException as error:
@@ -181,11 +177,23 @@ def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: f
         works: Pieces of work; all ranks end one before any begins the next. See `World.agree`.
         timeout_s: As for `join`.
     """
-    world = join(process_group, call=what, timeout_s=timeout_s)
+    return agree_in(join(process_group, call=what, timeout_s=timeout_s), what, *works)
+
+
+def agree_in(world: World, what: str, *works: Callable[[], Any]) -> list[Any]:
+    """Does work on all ranks, as `agree`, in a world that was formed for it."""
+    *before, last = works
     with world.together():
-        results = [world.agree(what, work) for work in works]
+        for work in before:
+            world.agree(what, partial(_call, work))
+        results = world.agree(what, last)
     world.acknowledge()
-    return results[-1]
+    return results
+
+
+def _call(work: Callable[[], Any]) -> None:
+    """Calls a function whose result no rank needs."""
+    work()
 
 
 def member_of(rank: int, members: list[int]) -> Member:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from fastload.base.devices import is_accelerator, parse_device, with_index
 from fastload.comm.group import join_in, member_of, separate_groups
 from fastload.comm.hosts import Peer, host_addresses, interface_address, listener_at, require_reachable
 from fastload.comm.world import World
-from fastload.errors import PeerError, WorldError, some_of
+from fastload.errors import FastloadError, OptionError, PeerError, WorldError, from_wire, some_of, to_wire
 
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
@@ -236,22 +236,39 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
         This process's rank, 0 without a job, and the device.
 
     Raises:
-        OptionError: torch has no such device.
-        WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
-            not find each other, or cannot connect to each other (`PeerError`).
+        OptionError: torch has no such device on this rank.
+        WorldError: The environment of this rank is incomplete or contradicts itself (see `from_env`), so that
+            it cannot meet the others; or the ranks did not find each other.
+        PeerError: Ranks cannot connect to each other, or another rank has no such device.
     """
-    launch = from_env()
+    launch, problem = from_env(), None
+    target = torch.device("cpu")
+    try:
+        target = _device_of(launch, device)
+    except OptionError as error:
+        problem = error
+    must_join = launch.launcher != "none" and not dist.is_initialized()
+    if problem is not None and must_join and launch.world_size > 1:
+        _refuse_job(launch, problem)
+    if problem is not None:
+        raise problem
+    if must_join:
+        _join_job(launch, backend=_backends(target.type))
+    return (0 if launch.launcher == "none" else dist.get_rank()), str(target)
+
+
+def _device_of(launch: Launch, device: str) -> torch.device:
+    """Returns the device of this rank.
+
+    Raises:
+        OptionError: torch has no such device.
+    """
     target = parse_device(device)
     if is_accelerator(target) and target.index is None:
         # srun may show each task only its own device, as the first one.
         alone = launch.launcher == "srun" and torch.accelerator.device_count() == 1
         target = torch.device(target.type, 0 if alone else launch.local_rank)
-    device = str(with_index(target))  # else the backend fails, with a traceback
-    if launch.launcher == "none":
-        return 0, device
-    if not dist.is_initialized():
-        _join_job(launch, backend=_backends(target.type))
-    return dist.get_rank(), device
+    return with_index(target)  # else the backend fails, with a traceback
 
 
 def _backends(device_type: str) -> str:
@@ -284,9 +301,16 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
 def _join_job(launch: Launch, *, backend: str) -> None:
     with _meeting(launch):
         store = _store_of(launch)
-        _require_neighbour(store, launch)
+        _require_ready(store, launch)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         separate_groups.add(dist.group.WORLD)
+
+
+def _refuse_job(launch: Launch, problem: FastloadError) -> NoReturn:
+    """Tells the other ranks, which wait for this one, why it does not join."""
+    with suppress(WorldError), _meeting(launch):
+        _require_ready(_store_of(launch), launch, problem)
+    raise problem
 
 
 def _store_of(launch: Launch) -> dist.Store:
@@ -344,13 +368,18 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
     raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
 
 
-def _require_neighbour(store: Any, launch: Launch) -> None:
-    """Checks that each rank can connect to one on the next host, before Gloo connects all of them.
+def _require_ready(store: Any, launch: Launch, problem: FastloadError | None = None) -> None:
+    """Checks that each rank can join, and connect to one on the next host, before Gloo connects all of them.
 
     Gloo waits five times its timeout, which torch sets to half an hour.
 
+    Args:
+        store: The store of the job.
+        launch: This process's place.
+        problem: Why this rank cannot join, or None.
+
     Raises:
-        PeerError: Some ranks cannot connect; the same on all ranks.
+        PeerError: Some ranks cannot join or connect; the same on all ranks.
     """
     rank, size, host = launch.rank, launch.world_size, socket.gethostname()
     listener = next(filter(None, map(listener_at, _gloo_addresses())), None)
@@ -363,16 +392,21 @@ def _require_neighbour(store: Any, launch: Launch) -> None:
             try:
                 require_reachable(rank, [Peer(other, its_host, *there)], limit_s=_REACHING_S)
             except WorldError as error:
-                store.append("reach/problems", json.dumps([rank, host, str(error)]) + "\n")
+                problem = problem or error
+        if problem is not None:
+            store.append("reach/problems", json.dumps([rank, host, to_wire(problem)]) + "\n")
         _meet(store, "tried", size)
     if not store.check(["reach/problems"]):
         return
-    problems = sorted(json.loads(line) for line in str(store.get("reach/problems"), "ascii").splitlines())
+    lines = str(store.get("reach/problems"), "ascii").splitlines()
+    problems = sorted((json.loads(line) for line in lines), key=lambda each: each[0])
     _meet(store, "read", size)  # before a rank exits that hosts the store
+    failures = {rank: from_wire(wire) for rank, _, wire in problems}
+    cannot_connect = all(type(error) is WorldError for error in failures.values())
     raise PeerError(
-        "the ranks cannot connect to each other: "
-        + some_of(f"rank {rank} on {host}: {text}" for rank, host, text in problems),
-        {rank: WorldError(text) for rank, _, text in problems},
+        f"the ranks cannot {'connect to each other' if cannot_connect else 'join the job'}: "
+        + some_of(f"rank {rank} on {host}: {failures[rank]}" for rank, host, _ in problems),
+        failures,
     )
 
 

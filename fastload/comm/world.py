@@ -25,7 +25,7 @@ from fastload.comm.hosts import host_of, node
 from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
 from fastload.comm.responses import Column, Each, write_response
 from fastload.comm.store import FailureFlag
-from fastload.errors import to_wire
+from fastload.errors import OptionError, to_wire
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -161,7 +161,11 @@ class World:
         """
         state = self._state
         step = state.under_way = state.take_step()
-        response = self._respond(value, error, step)
+        try:
+            response = self._respond(value, error, step)
+        except (TypeError, ValueError, RecursionError) as problem:  # other ranks wait for a response
+            refusal = OptionError(f"returned a value that is not JSON: {problem}")
+            response = self._respond(None, refusal, step)
         try:
             decision = self.rendezvous.decide(Proposal(what, step, response, wait_s, attachment))
         except Exception:
@@ -258,6 +262,28 @@ class World:
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
         return decision.values
+
+    def tell(
+        self, what: str, report: T, on_report: Callable[[T], object] | None, *, some_listen: bool
+    ) -> None:
+        """Calls the caller's `on_report`; if it raises on one rank, all ranks raise.
+
+        Args:
+            what: Name of the call, for messages.
+            report: The report.
+            on_report: The function of this rank, or None.
+            some_listen: Whether any rank has one; the same on all ranks.
+
+        Raises:
+            FastloadError: It raised on some rank.
+        """
+
+        def tell() -> None:
+            if on_report is not None:
+                on_report(report)
+
+        if some_listen:
+            self.agree(f"{what}: on_report", tell)
 
     def _require_success(self, what: str, decision: Decision, own: BaseException | None) -> None:
         """Raises on every rank if one has failed; see `failures.raise_failures`."""

@@ -154,7 +154,11 @@ NAMES = Names(
     single_endings=(SUFFIX, *TORCH_ENDINGS),
     part_endings=(SUFFIX, INDEX_SUFFIX),
     own=own_names,
+    to_replace="options=fastload.SaveOptions(overwrite=True)",
 )
+
+COPY_NAMES = replace(NAMES, to_replace="options=fastload.StageOptions(overwrite=True)")
+"""For staged copies."""
 
 
 def _own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:

@@ -138,7 +138,7 @@ class _StateMethods:
             "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
         }
         path = os.path.join(folder, FOLDER)
-        metadata = {_DIGEST_KEY: _digest_of(folder)} if self._accelerator.is_main_process else None
+        metadata = {_DIGEST_KEY: on_rank_0(f"looking at {folder}", lambda: _digest_of(folder))}
         self._saves.save(state, path, in_background=self._in_background, metadata=metadata)
         return location
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
 from fastload.formats.names import ADAPTER_STEM
+from fastload.integrations.frameworks import agree
 from fastload.saving.background import await_end
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
@@ -31,7 +32,7 @@ class DirectorySave:
             those of `states`.
         on_publish: Called on rank 0 in the background, once the directory exists.
         process_group: As for `fastload.save`.
-        options: How to save.
+        options: How to save; None for the defaults.
 
     Raises:
         FastloadError: As for `fastload.async_save`.
@@ -46,7 +47,7 @@ class DirectorySave:
         add_files: Callable[[str], object],
         on_publish: Callable[[], object] = lambda: None,
         process_group: Any,
-        options: SaveOptions,
+        options: SaveOptions | None,
     ) -> None:
         self.path = path
         self._group, self._options = process_group, options
@@ -57,6 +58,7 @@ class DirectorySave:
             stems={_pending(path, name): ADAPTER_STEM for name in adapters},
             process_group=process_group,
             options=options,
+            changes={"overwrite": True},
         )
         self._thread: threading.Thread | None = None
         if world.get_rank(process_group) == 0:
@@ -80,8 +82,7 @@ class DirectorySave:
             if self._error is not None:
                 raise self._error
 
-        what, timeout_s = f"publishing {self.path}", self._options.timeout_s
-        world.agree(what, publish, process_group=self._group, timeout_s=timeout_s)
+        agree(f"publishing {self.path}", publish, process_group=self._group, options=self._options)
 
     @property
     def is_running(self) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -29,8 +29,10 @@ from fastload import (
     save,
     world,
 )
+from fastload.comm.group import agree_in, meet
 from fastload.formats.names import RECORD_NAME
 from fastload.geometry.dtensors import is_dtensor
+from fastload.options import chosen_options
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -96,6 +98,29 @@ def unsupported_tensors(model: nn.Module) -> str:
     return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
 
 
+def agree(
+    what: str,
+    *works: Callable[[], Any],
+    process_group: Any = None,
+    options: LoadOptions | SaveOptions | None = None,
+) -> list[Any]:
+    """Does some work on all ranks, as `fastload.world.agree`.
+
+    Args:
+        what: Name of the work, for messages.
+        works: As for `fastload.world.agree`.
+        process_group: As for `fastload.load`.
+        options: Of the caller, who has not checked them; they give the timeout. None for the defaults.
+
+    Raises:
+        FastloadError: It failed on a rank, or a rank has options of another class.
+    """
+    kind: Any = SaveOptions if isinstance(options, SaveOptions) else LoadOptions
+    choose = partial(chosen_options, options, kind)
+    joined, _, _ = meet(process_group, what, choose, lambda _: None)
+    return agree_in(joined, what, *works)
+
+
 def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = None) -> Any:
     """Does some work on rank 0; returns its result on all ranks.
 
@@ -108,7 +133,7 @@ def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = 
         FastloadError: It failed.
     """
     own = work if world.get_rank() == 0 else lambda: None
-    return world.agree(what, own, timeout_s=options.timeout_s if options is not None else None)[0]
+    return agree(what, own, options=options)[0]
 
 
 def lone_group() -> Any:
@@ -143,7 +168,10 @@ def state_to_save(model: nn.Module, process_group: Any = None) -> dict[str, Any]
         model: The model.
         process_group: As for `fastload.save`; all of its ranks call this.
     """
-    state = live_state(model)
+    found: list[dict[str, Any]] = []
+    what = "taking the state of the model"
+    agree(what, lambda: found.append(live_state(model)), process_group=process_group)
+    [state] = found
     names = {_bare(name) for name, _ in model.named_buffers()}
     buffers = [name for name in state if _bare(name) in names and type(state[name]) is Tensor]
     if dist.is_initialized():
@@ -182,7 +210,7 @@ class BackgroundSave:
 
     def __init__(self, options: SaveOptions | None) -> None:
         self.path = ""
-        self._options = replace(options or SaveOptions(), overwrite=True)
+        self._options = replace(chosen_options(options, SaveOptions), overwrite=True)
         self._handle: SaveHandle | None = None
         self._deferred: list[Callable[[], None]] = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,14 @@ import fastload
 from fastload import LoadOptions, OptionError, SaveOptions
 from fastload.geometry.dtensors import local_of
 from fastload.integrations.directory_save import DirectorySave
-from fastload.integrations.frameworks import live_state, require_signatures, state_to_save, unknown_version
-from fastload.storage import locate
+from fastload.integrations.frameworks import (
+    agree,
+    live_state,
+    require_signatures,
+    state_to_save,
+    unknown_version,
+)
+from fastload.storage import locate, name_of
 
 TESTED = "0.21"
 try:
@@ -83,14 +88,14 @@ def save(
             raise OptionError(f"{location} is a file: an adapter is saved as a directory")
         tensors.update(tensors_of(model, adapter_name, state))
 
-    fastload.world.agree(f"saving the adapter {adapter_name!r}", collect, process_group=process_group)
+    agree(f"saving the adapter {adapter_name!r}", collect, process_group=process_group)
     DirectorySave(
         os.path.realpath(locate(path).address),
         {"": tensors},
         adapters=[""],
         add_files=partial(save_config, model, adapter_name),
         process_group=process_group,
-        options=replace(options or SaveOptions(), overwrite=True),
+        options=options,
     ).wait()
 
 
@@ -118,17 +123,19 @@ def load(
         FastloadError: As for `fastload.load`.
     """
     require_signatures(peft, TESTED, _SIGNATURES)
-    folder, is_new = os.fspath(path), adapter_name not in model.peft_config
+    is_new = adapter_name not in model.peft_config
+    found: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
 
     def add() -> None:
         if is_new:
-            model.add_adapter(adapter_name, PeftConfig.from_pretrained(folder))
+            model.add_adapter(adapter_name, PeftConfig.from_pretrained(os.fspath(path)))
+        state = live_state(model)
+        found.append((state, tensors_of(model, adapter_name, state, unshared=False)))
 
     try:
-        fastload.world.agree(f"adding the adapter of {folder}", add, process_group=process_group)
-        state = live_state(model)
-        into = tensors_of(model, adapter_name, state, unshared=False)
-        fastload.load(folder, into=into, process_group=process_group, options=options)
+        agree(f"adding the adapter of {name_of(path)}", add, process_group=process_group, options=options)
+        [(state, into)] = found
+        fastload.load(path, into=into, process_group=process_group, options=options)
         if not _memory_of(into) <= _memory_of(state):  # such as prompts, and ranks that AdaLoRA has selected
             set_peft_model_state_dict(model, into, adapter_name)
     except BaseException:

@@ -35,6 +35,7 @@ from fastload import DeadlineExceeded, LoadOptions, OptionError, SaveOptions
 from fastload.formats.names import RECORD_NAME
 from fastload.geometry.dtensors import is_dtensor, local_of
 from fastload.integrations.frameworks import lone_group, unknown_version
+from fastload.options import chosen_options
 
 TESTED = "2026.10.26"
 try:
@@ -81,8 +82,8 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]
         if folder is None:
             folder = _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else tempfile.gettempdir()
         self._state_dict = state_dict
-        self._save_options = save_options or SaveOptions()
-        self._load_options = load_options or LoadOptions()
+        self._save_options = chosen_options(save_options, SaveOptions)
+        self._load_options = chosen_options(load_options, LoadOptions)
         self._folder = Path(tempfile.mkdtemp(prefix="fastload-torchft-", dir=folder))
         self._host = host or socket.gethostname()
         self._token = secrets.token_urlsafe(24)

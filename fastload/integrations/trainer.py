@@ -28,6 +28,7 @@ from fastload.integrations.frameworks import (
     unknown_version,
     unsupported_tensors,
 )
+from fastload.options import chosen_options
 
 TESTED = "5.23"
 try:
@@ -118,7 +119,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         } or {"": named_weights(model, state)}
         if not self.args.save_only_model:
             states[TRAINING_STATE] = self._training_state(random_state())
-        options = replace(self.save_options or SaveOptions(), overwrite=True)
         path = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self._pending = DirectorySave(
             path,
@@ -127,7 +127,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             add_files=partial(self._add_files, self._state_to_save()),
             on_publish=partial(self._rotate, folder, self.state.best_model_checkpoint),
             process_group=None,
-            options=options,
+            options=self.save_options,
         )
         if not self.saves_in_background or self.args.push_to_hub:
             self._end_save()
@@ -225,7 +225,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             return  # save_only_model
         parts = self._training_state(PerRank(None))  # to be set later, once the Trainer has skipped batches
         # Like the Trainer, on another number of ranks go on without the random states.
-        options = replace(self.load_options or LoadOptions(), per_rank_mismatch="skip")
+        options = replace(chosen_options(self.load_options, LoadOptions), per_rank_mismatch="skip")
         load(folder, into=parts, strict=False, options=options)
         self._own_random_states = parts["random_states"].value
 

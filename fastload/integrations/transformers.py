@@ -28,11 +28,11 @@ from fastload import (
     LoadOptions,
     OptionError,
     TensorEntry,
-    world,
 )
 from fastload import open as open_checkpoint
 from fastload.formats.dtypes import torch_spec
-from fastload.integrations.frameworks import refuse, require_signatures, unknown_version
+from fastload.integrations.frameworks import agree, refuse, require_signatures, unknown_version
+from fastload.storage import name_of
 
 TESTED = "5.23"
 try:
@@ -102,8 +102,8 @@ def from_pretrained(
         PeerError: Some ranks failed; has every cause.
         FastloadError: As for `fastload.load`.
     """
-    call = _Call(os.fspath(path), process_group, options)
-    call.agree("set-up", lambda: _require_loadable(call.path, keywords))
+    call = _Call(name_of(path), process_group, options)
+    call.agree("set-up", lambda: _require_loadable(os.fspath(path), keywords))
     with call.failing_together(), _reading_for(call):
         model = model_class.from_pretrained(path, *arguments, **keywords)
     call.agree("end", lambda: None)
@@ -115,7 +115,7 @@ class _Call:
     """A call of `from_pretrained`.
 
     Attributes:
-        path: Of the model.
+        path: Of the model, as messages print it.
         process_group: As for `fastload.load`.
         options: How to load; None for the defaults.
     """
@@ -127,8 +127,7 @@ class _Call:
     def agree(self, step: str, work: Callable[[], Any]) -> None:
         """Does some work on all ranks; raises on all if it fails on one."""
         what = f"from_pretrained({self.path!r}): {step}"
-        timeout_s = self.options.timeout_s if self.options is not None else None
-        world.agree(what, work, process_group=self.process_group, timeout_s=timeout_s)
+        agree(what, work, process_group=self.process_group, options=self.options)
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from fastload.comm.failures import require_same
 from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World
-from fastload.errors import ChecksumError, IncompleteCheckpoint
+from fastload.errors import CheckpointError, ChecksumError
 from fastload.formats.manifest import FileEntry, Manifest, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SEAL_NAME
 from fastload.formats.record import CHECKSUM_BYTES
@@ -44,7 +44,7 @@ def verify(session: Session) -> VerifyReport:
 
     Raises:
         ChecksumError: Blocks are damaged, or a file differs; the same error on all ranks.
-        IncompleteCheckpoint: It has no checksums.
+        CheckpointError: It has no checksums.
         PeerError: A rank could not read its part.
     """
     has_checksums = session.opened.access.manifest.block_bytes
@@ -224,7 +224,7 @@ def _verify_sha_256(session: Session) -> VerifyReport:
         return [file.name for file, digest in known.items() if not digest][:1]
 
     if lacking := list(chain.from_iterable(world.agree(f"verifying {manifest.url}", look))):
-        raise IncompleteCheckpoint(
+        raise CheckpointError(
             f"{manifest.url}: it has no checksums to verify: neither a commit record ({RECORD_NAME}) nor a "
             f"seal ({SEAL_NAME}), which `fastload seal` makes, nor an SHA-256 of the Hugging Face hub for "
             f"{lacking[0] or 'it'}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -14,7 +14,28 @@ from fastload.formats.untrusted import is_plain_path, is_size
 
 TABLE_NAME = "shares.json"
 """The `ShareTable`; the same on all hosts."""
-_VERSION = 1
+_VERSION = 2  # 1 has no `incarnation` and no `origin`
+
+
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint on storage, as its root lists it.
+
+    Attributes:
+        branch: With `step`, its place in the history of the run.
+        step: Its step.
+        digest: Digest of its commit record.
+        incarnation: Of the start of the job that saved it; empty without a memory tier.
+    """
+
+    branch: int
+    step: int
+    digest: str
+    incarnation: str
+
+    @property
+    def point(self) -> tuple[int, int]:
+        """Its place in the history of the run: branch and step."""
+        return self.branch, self.step
 
 
 @dataclass(frozen=True)
@@ -28,6 +49,9 @@ class HostManifest:
         shares: Numbers of all shares, ascending.
         held: Numbers of the shares on this host, ascending.
         table: xxh3-128 of the `ShareTable`.
+        incarnation: Name of the start of the job that saved it; empty if that is not known.
+        origin: Branch, step and digest of the newest checkpoint on storage that another start had saved, as
+            this one listed it; None if there was none.
     """
 
     branch: int
@@ -36,6 +60,28 @@ class HostManifest:
     shares: tuple[int, ...]
     held: tuple[int, ...]
     table: str
+    incarnation: str = ""
+    origin: tuple[int, int, str] | None = None
+
+    def overtaken_by(self, stored: Iterable[StoredCheckpoint]) -> StoredCheckpoint | None:
+        """Returns the first checkpoint that another start of the job has saved since, or None.
+
+        That start had no memory tier, or another one, and the run went on without this checkpoint, whatever
+        its step.
+
+        Args:
+            stored: The usable checkpoints on storage.
+        """
+        if not self.incarnation:
+            return None
+        others = [each for each in stored if each.incarnation != self.incarnation and self._is_later(each)]
+        return min(others, key=lambda each: each.point, default=None)
+
+    def _is_later(self, stored: StoredCheckpoint) -> bool:
+        """Whether the start that saved this one cannot have listed a checkpoint of another start."""
+        if self.origin is None or stored.point > self.origin[:2]:
+            return True
+        return stored.point == self.origin[:2] and stored.digest != self.origin[2]
 
     def to_bytes(self) -> bytes:
         """Returns JSON, after a line with its checksum."""
@@ -54,18 +100,21 @@ class HostManifest:
             return None
         try:
             found = json.loads(body)
-            if (version := found.pop("version")) != _VERSION:
+            if (version := found.pop("version")) not in (1, _VERSION):
                 raise UnsupportedVersion(
                     f"an in-memory checkpoint has version {version}, this fastload reads {_VERSION}: update "
                     "fastload, or remove in-memory checkpoints with fastload prune --memory"
                 )
+            origin = found.get("origin")
+            found["origin"] = None if origin is None else (int(origin[0]), int(origin[1]), str(origin[2]))
             made = cls(**{**found, "shares": tuple(found["shares"]), "held": tuple(found["held"])})
         except UnsupportedVersion:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return None
         numbers = [made.branch, made.step, made.nbytes, *made.shares, *made.held]
         is_good = all(map(is_size, numbers)) and isinstance(made.table, str)
+        is_good = is_good and isinstance(made.incarnation, str)
         return made if is_good and set(made.held) <= set(made.shares) else None
 
 

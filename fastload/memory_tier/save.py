@@ -6,41 +6,26 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import xxhash
 
+from fastload.comm.responses import Reports
 from fastload.comm.world import join_parts, split_parts
 from fastload.formats.names import RECORD_NAME
 from fastload.memory_tier.copies import send_copies
 from fastload.memory_tier.groups import CopyPlan, plan_copies
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
+from fastload.report import SaveRankReport, SaveReport
+from fastload.saving.background import FinishedSave
 from fastload.saving.call import SaveCall
+from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan
-from fastload.saving.save import BegunSave, finishing
+from fastload.saving.save import BegunSave, finished, finishing, published
 from fastload.saving.write import commit, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
 from fastload.storage.memory_target import HostPart, MemoryTarget, Published
-
-
-@dataclass(frozen=True)
-class TierSaveReport:
-    """How long one rank took for a save to memory.
-
-    Attributes:
-        step: Its step.
-        stall_s: Seconds that training was blocked.
-        total_s: Seconds from the call until the checkpoint existed.
-    """
-
-    step: int
-    stall_s: float
-    total_s: float
-
-    @property
-    def background_s(self) -> float:
-        """Seconds from the end of the stall until the checkpoint existed."""
-        return max(0.0, self.total_s - self.stall_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +36,8 @@ class TierSaveCall(SaveCall):
         name: Name of the checkpoint, the same on all hosts.
         branch: With `step`, its place in the history of the run.
         step: Its step.
+        incarnation: Name of this start of the job.
+        origin: See `HostManifest.origin`.
         num_copies: Number of hosts that have each share.
         directories: The host directory of each rank.
         job: The job's folder on this host.
@@ -60,6 +47,8 @@ class TierSaveCall(SaveCall):
     name: str
     branch: int
     step: int
+    incarnation: str
+    origin: tuple[int, int, str] | None
     num_copies: int
     directories: Sequence[HostDirectory]
     job: JobFolder
@@ -80,7 +69,7 @@ class TierSaveCall(SaveCall):
         return self.target
 
 
-def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
+def finish(call: TierSaveCall, begun: BegunSave) -> FinishedSave:
     """Writes, copies and commits in the background.
 
     Raises:
@@ -98,8 +87,11 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         if copies.num_hosts > 1 and call.num_copies > 1:
             send_copies(world, call.what, target, copies, share.parts, names)
 
+        own, began = PerRankFiles(), time.perf_counter()
+
         def publish() -> bytes:
-            commit(call, plan, written, agreed)
+            nonlocal own
+            own = commit(call, plan, written, agreed)
             assert target.published is not None
             return _pack(target.published)
 
@@ -109,18 +101,33 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
         nbytes, table = plan.state.layout.nbytes, small_files[TABLE_NAME]
         manifest = _host_manifest(call, nbytes, table, copies).to_bytes()
 
-        def record() -> None:
+        def record() -> dict[str, Any]:
             if copies.leads:
                 call.job.record(call.name, list(small_files.items()), manifest)
+            return published(call, begun, plan, written, own, began)
 
-        world.agree(f"{call.what}: recording", record)
-        world.acknowledge()
+        responses = world.agree(f"{call.what}: recording", record)
     if copies.leads:
         call.job.retire(call.name)
-    assert begun.stall_s is not None
-    assert begun.snapshot is not None
-    stall_s = begun.stall_s + begun.snapshot.waited_s
-    return TierSaveReport(call.step, stall_s, time.perf_counter() - call.began)
+    return finished(call, _report(call, plan, copies, responses), responses)
+
+
+def _report(
+    call: TierSaveCall, plan: SavePlan, copies: CopyPlan, responses: Sequence[dict[str, Any]]
+) -> SaveReport:
+    """Merges the reports of all ranks."""
+    layout, own = plan.state.layout, responses[plan.group.leader]["own"]
+    return SaveReport(
+        url=call.url,
+        tier="memory",
+        nbytes=layout.nbytes + own["nbytes"],
+        num_tensors=len(plan.state.content.specs) + own["num_tensors"],
+        num_files=len(layout.files) + own["num_files"],
+        block_bytes=layout.block_bytes,
+        num_writers=len(plan.group.writers),
+        num_copies=min(call.num_copies, copies.num_hosts),
+        ranks=Reports(SaveRankReport, responses[0]["rank"]),
+    )
 
 
 def _host_part(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> HostPart:
@@ -140,7 +147,9 @@ def _host_manifest(call: TierSaveCall, nbytes: int, table: bytes, copies: CopyPl
     digest = xxhash.xxh3_128_hexdigest(table)
     shares = sorted(ShareTable.parse(table, digest, call.what).shares)
     held = tuple(number for number in copies.held if number in shares)
-    return HostManifest(call.branch, call.step, nbytes, tuple(shares), held, digest)
+    return HostManifest(
+        call.branch, call.step, nbytes, tuple(shares), held, digest, call.incarnation, call.origin
+    )
 
 
 def _pack(published: Published) -> bytes:

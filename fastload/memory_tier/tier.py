@@ -13,15 +13,18 @@ from typing import Any
 
 import xxhash
 
-from fastload.base.threads import Task
+from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join
 from fastload.comm.traces import Tracing
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.memory_tier.flush import EmergencyFlush, flush
+from fastload.memory_tier.manifest import StoredCheckpoint
 from fastload.memory_tier.restore import InMemoryCheckpoint, load, survey
-from fastload.memory_tier.save import TierSaveCall, TierSaveReport, finish
+from fastload.memory_tier.save import TierSaveCall, finish
 from fastload.options import SaveOptions
+from fastload.report import SaveReport
+from fastload.saving.background import FinishedSave
 from fastload.saving.save import BegunSave, begin
 from fastload.saving.snapshot import BufferPool
 from fastload.storage import Location, Target
@@ -49,8 +52,9 @@ class TierJob:
         options: How to save to storage.
         incarnation: A random name of this start of the job.
         run: The random name of the run, 16 hex digits.
+        locate: Returns the place of the checkpoint of a step on storage.
         open_target: Opens write access to the checkpoint of a step on storage.
-        find_newest: Returns branch and step of the newest complete checkpoint on storage, or None.
+        list_stored: Lists the usable checkpoints on storage.
     """
 
     world: World
@@ -61,12 +65,13 @@ class TierJob:
     options: SaveOptions
     incarnation: str
     run: str
+    locate: Callable[[int], Location]
     open_target: Callable[[int], Target]
-    find_newest: Callable[[], tuple[int, int] | None]
+    list_stored: Callable[[], list[StoredCheckpoint]]
 
     @property
     def tier_options(self) -> SaveOptions:
-        """How to save to memory: all ranks write, nothing is reported."""
+        """How to save to memory: all ranks write."""
         options = self.options
         return replace(
             options,
@@ -75,7 +80,6 @@ class TierJob:
             overwrite=True,
             check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
             trace=None,
-            on_report=None,
             progress=None,
         )
 
@@ -83,14 +87,21 @@ class TierJob:
 class TierSave:
     """A save to memory, in the background.
 
+    Args:
+        work: Finishes it.
+        warn: Called with its error, or that of `on_report`, and whether the save has succeeded.
+
     Attributes:
         report: Its report once it has succeeded; otherwise None.
-        error: Why it failed, as text; otherwise empty.
+        error: Why it, or `on_report`, failed, as text; otherwise empty.
     """
 
-    def __init__(self, work: Callable[[], TierSaveReport]) -> None:
-        self.report: TierSaveReport | None = None
+    def __init__(
+        self, work: Callable[[], FinishedSave], warn: Callable[[BaseException, bool], object]
+    ) -> None:
+        self.report: SaveReport | None = None
         self.error = ""
+        self._warn = warn
         self._ended = threading.Event()
         Task(lambda: self._run(work), "fastload-memory").start()
 
@@ -102,11 +113,13 @@ class TierSave:
         """Waits until it has ended; returns whether it has."""
         return self._ended.wait(timeout_s)
 
-    def _run(self, work: Callable[[], TierSaveReport]) -> None:
+    def _run(self, work: Callable[[], FinishedSave]) -> None:
         try:
-            self.report = work()
+            self.report, tell = work()
+            tell()
         except BaseException as error:
             self.error = f"{type(error).__name__}: {error}"
+            self._warn(error, self.report is not None)
         finally:
             del work
             self._ended.set()
@@ -194,17 +207,28 @@ class MemoryTier:
     def _join(self, what: str) -> World:
         return join(self._job.group, call=what, timeout_s=self._job.options.timeout_s)
 
-    def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> TierSave:
+    def save(
+        self,
+        step: int,
+        branch: int,
+        state: Any,
+        metadata: Mapping[str, str],
+        *,
+        origin: tuple[int, int, str] | None = None,
+        problem: Exception | None = None,
+    ) -> TierSave:
         """Copies this rank's share of a state, which may change afterwards; saves it in the background.
+
+        All errors are warnings, those of the state as well: the other ranks hear of them in the background,
+        where they cannot raise. A save to storage does.
 
         Args:
             step: Step of the training.
             branch: With `step`, its place in the history of the run.
             state: As for `fastload.save`.
             metadata: Text to store with it.
-
-        Raises:
-            FastloadError: The state cannot be saved.
+            origin: See `HostManifest.origin`.
+            problem: Why this rank cannot save; None if it can.
         """
         began = time.perf_counter()
         self.settle()
@@ -214,41 +238,45 @@ class MemoryTier:
         world = self._join(f"saving step {step} to memory")
         call = TierSaveCall(
             world,
-            self._job.root,
+            self._job.locate(step),
             metadata=metadata,
             storage_options=None,
             options=self._job.tier_options,
             raise_earlier=None,
             tracing=Tracing(world, None),
             began=began,
+            problem=problem,
             pool=self._buffers,
             name=name,
             branch=branch,
             step=step,
+            incarnation=self._job.incarnation,
+            origin=origin,
             num_copies=self._job.num_copies,
             directories=self._directories,
             job=self._folder,
             target=MemoryTarget(self._folder, name, self._folder.place(name), self._unit),
         )
-        begun: BegunSave | MemoryError
+        errors: list[BaseException] = []
+        begun: BegunSave | None = None
         try:
             begun = begin(call, state)
-        except MemoryError as error:  # `begin` has notified the other ranks; the training continues
-            begun = error
-        self.last = TierSave(lambda: self._finish(call, begun, is_first=is_first))
-        return self.last
+        except Exception as error:  # `begin` has notified the other ranks; the training continues
+            errors.append(error)
 
-    def _finish(
-        self, call: TierSaveCall, begun: BegunSave | MemoryError, *, is_first: bool
-    ) -> TierSaveReport:
-        try:
-            if isinstance(begun, MemoryError):
-                raise begun
+        def work() -> FinishedSave:
+            raise_first(errors)
+            assert begun is not None
             return finish(call, begun)
-        except Exception as error:
-            level = logging.WARNING if self._job.world.rank == 0 and is_first else logging.DEBUG
-            _log.log(level, "step %d is not saved to memory: %s", call.step, error)
-            raise
+
+        level = logging.WARNING if self._job.world.rank == 0 and is_first else logging.DEBUG
+
+        def warn(error: BaseException, is_saved: bool) -> None:
+            outcome = "is saved" if is_saved else "is not saved"
+            _log.log(level, "step %d %s to memory: %s", step, outcome, error)
+
+        self.last = TierSave(work, warn)
+        return self.last
 
     def settle(self) -> None:
         """Waits until the last save has ended."""
@@ -292,16 +320,25 @@ class MemoryTier:
         self.settle()
         job, what = self._job, "flushing the memory tier to storage"
         complete = [found for found in survey(world, what, self._folder) if found.is_complete]
-        [newest, *_] = world.agree(what, lambda: job.find_newest() if world.rank == 0 else None)
-        if not complete or (newest is not None and tuple(newest) >= complete[-1].point):
+        [flushed, *_] = world.agree(what, lambda: self._choose(complete) if world.rank == 0 else "")
+        found = next((each for each in complete if each.name == flushed), None)
+        if found is None:
             return
-        found = complete[-1]
         if job.options.shared is False:
             raise StorageError("with shared=False each host has its own copy there", url=job.root.url)
         flush(world, self._folder, found, partial(job.open_target, found.step), job.options)
         self.flushed = found.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", found.step)
+
+    def _choose(self, complete: Sequence[InMemoryCheckpoint]) -> str:
+        """Returns the name of the checkpoint to flush; empty if storage has one that is as new."""
+        stored = self._job.list_stored()
+        current = [each for each in complete if not each.manifest.overtaken_by(stored)]
+        newest = max((each.point for each in stored), default=None)
+        if not current or (newest is not None and newest >= current[-1].point):
+            return ""
+        return current[-1].name
 
     def close(self, *, remove: bool, wait_s: float | None = None) -> None:
         """Closes the tier.

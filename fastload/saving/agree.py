@@ -93,9 +93,11 @@ def describe(call: SaveCall, state: Any) -> RankState:
     """Separates tensors from structure, and lays the tensors out in files.
 
     Raises:
-        OptionError: Something in the state or the metadata cannot be stored.
+        OptionError: Something in the state or the metadata cannot be stored; or the call has a problem.
     """
     options, world = call.options, call.world
+    if call.problem is not None:
+        raise call.problem
     if not all(isinstance(text, str) for pair in call.metadata.items() for text in pair):
         raise OptionError(f"metadata={call.metadata!r}: must be text by text")
     if state is None:  # the result of some method, by mistake

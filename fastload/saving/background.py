@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
@@ -21,6 +21,18 @@ from fastload.report import SaveReport
 from fastload.saving.snapshot import BufferPool, Snapshot
 
 _log = logging.getLogger(__name__)
+
+
+class FinishedSave(NamedTuple):
+    """A save whose checkpoint exists.
+
+    Attributes:
+        report: The report.
+        tell: Calls `on_report`, on all ranks; if it raises on one, it raises on all.
+    """
+
+    report: SaveReport
+    tell: Callable[[], object]
 
 
 class SaveHandle:
@@ -41,8 +53,7 @@ class SaveHandle:
     def __init__(
         self,
         url: str,
-        save: Callable[[], SaveReport | None],
-        tell: Callable[[SaveReport], None],
+        save: Callable[[], FinishedSave | None],
         *,
         snapshot: Snapshot | None = None,
         caller_raises: bool = False,
@@ -52,7 +63,6 @@ class SaveHandle:
         Args:
             url: The destination.
             save: Finishes the save. Returns None if it was dropped for a newer one.
-            tell: Calls `on_report`.
             snapshot: The copy of the state; None if the save reads the state.
             caller_raises: Whether the caller raises its error on all ranks, so that the next save does not.
         """
@@ -65,7 +75,7 @@ class SaveHandle:
         if not caller_raises:
             SaveHandle._in_doubt = False  # the ranks have met since
         self._running.append(self)
-        Task(lambda: self._run(save, tell), "fastload-save").start()
+        Task(lambda: self._run(save), "fastload-save").start()
 
     def done(self) -> bool:
         """Whether it has ended, successfully or not."""
@@ -134,11 +144,11 @@ class SaveHandle:
         what = "the save" if self.report is None else "on_report, after the save"
         return f"{what} to {self._url} failed: {type(self._error).__name__}: {self._error}"
 
-    def _run(self, save: Callable[[], SaveReport | None], tell: Callable[[SaveReport], None]) -> None:
+    def _run(self, save: Callable[[], FinishedSave | None]) -> None:
         try:
-            self.report = save()
-            if self.report is not None:
-                tell(self.report)
+            if (finished := save()) is not None:
+                self.report = finished.report
+                finished.tell()
         except BaseException as error:
             self._error = _without_frames(error)
             _log.error("%s", self._complaint())
@@ -146,7 +156,7 @@ class SaveHandle:
                 SaveHandle._in_doubt = True
             self._unseen.append(self)
         finally:
-            del save, tell
+            del save
             self._running.remove(self)
             self._ended.set()
 
@@ -254,7 +264,7 @@ class QueuedSave:
         """Takes the callback that frees the snapshot if the save is dropped."""
         self._release = release
 
-    def run(self, work: Callable[[], SaveReport | None]) -> SaveReport | None:
+    def run(self, work: Callable[[], FinishedSave | None]) -> FinishedSave | None:
         """Does the work of the save, and lets the next one begin."""
         try:
             return work()

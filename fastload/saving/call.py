@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.formats.untrusted import is_plain_path
-from fastload.options import Patience, SaveOptions
-from fastload.report import SaveReport
+from fastload.options import Patience, SaveOptions, chosen_options
 from fastload.saving.background import QueuedSave, in_doubt, raise_unseen
 from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import (
@@ -50,6 +49,8 @@ class SaveCall:
         names: The names of files, and which ones may be replaced.
         find_base: Returns, on rank 0, the base to save a delta of, or None; None to save a complete one.
         stem: First part of the names of the files; of another one than ``model`` there is one file.
+        problem: Why this rank cannot save, found by a caller that had to come here all the same. All ranks
+            raise it, as any error of the state.
     """
 
     world: World
@@ -65,6 +66,7 @@ class SaveCall:
     names: Names = NAMES
     find_base: Callable[[], Location | None] | None = None
     stem: str = MODEL_STEM
+    problem: Exception | None = None
 
     @property
     def url(self) -> str:
@@ -98,11 +100,6 @@ class SaveCall:
         """Opens read access to another checkpoint, without a request to storage."""
         return open_patiently(location, NAMES, self.storage_options, patience=self._patience)
 
-    def tell(self, report: SaveReport) -> None:
-        """Calls `on_report`."""
-        if self.options.on_report is not None:
-            self.options.on_report(report)
-
 
 def make_call(
     path: str | os.PathLike[str],
@@ -111,6 +108,9 @@ def make_call(
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions | None,
     *,
+    changes: Mapping[str, Any] | None = None,
+    problem: Exception | None = None,
+    began: float | None = None,
     in_background: bool = False,
     queued: QueuedSave | None = None,
     names: Names = NAMES,
@@ -119,14 +119,19 @@ def make_call(
 ) -> SaveCall:
     """Meets the other ranks for a save.
 
-    Arguments are those of `fastload.save`, attributes of the call, and whether it ends in the background.
+    Arguments are those of `fastload.save`, attributes of the call (`began` is that of the caller's own call,
+    if it did something before), options that have other values than the caller's, by name, and whether it
+    ends in the background.
 
     Raises:
         FastloadError: Some rank has a bad argument, or did not come.
     """
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     # All ranks raise an error that only some have seen, and in this call, not in the background.
     raise_earlier = raise_unseen if in_doubt() or not in_background else None
+
+    def choose() -> SaveOptions:
+        return replace(chosen_options(options, SaveOptions), **(changes or {}))
 
     def ready(chosen: SaveOptions) -> tuple[Location, dict[str, str]]:
         location = locate(path)
@@ -135,7 +140,7 @@ def make_call(
         return location, dict(metadata or {})
 
     what = f"saving to {name_of(path)}"
-    world, chosen, (location, texts) = meet(process_group, what, options, SaveOptions, ready)
+    world, chosen, (location, texts) = meet(process_group, what, choose, ready)
     if find_base is None and chosen.base is not None:
         find_base = partial(locate_base, chosen.base)
     return SaveCall(
@@ -152,6 +157,7 @@ def make_call(
         names=names,
         find_base=find_base,
         stem=stem,
+        problem=problem,
     )
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from fastload.base.threads import one_torch_thread
+from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
 from fastload.formats.names import MODEL_STEM
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import SaveAgreement, agree, describe, has_to_meet, predict
-from fastload.saving.background import QueuedSave, SaveHandle
+from fastload.saving.background import FinishedSave, QueuedSave, SaveHandle
 from fastload.saving.call import SaveCall, make_call
 from fastload.saving.delta import DeltaPlan, plan_delta
 from fastload.saving.per_rank import PerRankFiles
@@ -61,9 +62,9 @@ def save(call: SaveCall, state: Any) -> SaveReport:
             plan = make_plan(call, encoded, agreed)
     begun = BegunSave(plan, agreed, None, None)
     with finishing(call, begun):
-        report = _write(call, begun, agreed, 0.0)
-    call.tell(report)
-    return report
+        finished = _write(call, begun, agreed, 0.0)
+    finished.tell()
+    return finished.report
 
 
 @torch.no_grad()  # else each access to a DTensor switches gradients off and on
@@ -89,11 +90,11 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)
 
 
-def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
+def finish(call: SaveCall, begun: BegunSave) -> FinishedSave | None:
     """Finishes an asynchronous save; returns when the checkpoint exists.
 
     Returns:
-        The report; None if the save was dropped for a newer one.
+        The finished save; None if it was dropped for a newer one.
 
     Raises:
         FastloadError: It failed, and pending files were removed; the same error on all ranks.
@@ -123,11 +124,16 @@ def save_in_background(call: SaveCall, state: Any) -> SaveHandle:
         queued.on_drop(begun.snapshot.release)
         work = partial(queued.run, work)
     is_queued = queued is not None
-    return SaveHandle(call.url, work, call.tell, snapshot=begun.snapshot, caller_raises=is_queued)
+    return SaveHandle(call.url, work, snapshot=begun.snapshot, caller_raises=is_queued)
 
 
 def save_all_in_background(
-    states: Mapping[str, Any], *, stems: Mapping[str, str], process_group: Any, options: SaveOptions
+    states: Mapping[str, Any],
+    *,
+    stems: Mapping[str, str],
+    process_group: Any,
+    options: SaveOptions | None,
+    changes: Mapping[str, Any] | None = None,
 ) -> list[SaveHandle]:
     """Copies the bytes that this rank contributes to several saves, and saves them in the background.
 
@@ -139,6 +145,7 @@ def save_all_in_background(
         stems: Path → `SaveCall.stem`, if it is another one.
         process_group: As for `fastload.save`.
         options: As for `fastload.save`.
+        changes: As for `make_call`.
 
     Returns:
         A handle for each.
@@ -151,12 +158,21 @@ def save_all_in_background(
     try:
         for path, state in states.items():
             stem = stems.get(path, MODEL_STEM)
-            call = make_call(path, process_group, None, None, options, in_background=True, stem=stem)
+            call = make_call(
+                path,
+                process_group,
+                None,
+                None,
+                options,
+                changes=changes,
+                in_background=True,
+                stem=stem,
+            )
             begun.append((call, begin(call, state)))
     finally:  # also after an error: the other ranks may write the saves before it
         for call, each in begun:
             work = partial(finish, call, each)
-            handles.append(SaveHandle(call.url, work, call.tell, snapshot=each.snapshot, caller_raises=True))
+            handles.append(SaveHandle(call.url, work, snapshot=each.snapshot, caller_raises=True))
     return handles
 
 
@@ -204,7 +220,7 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
         begun.plan.target.close()
 
 
-def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> SaveReport:
+def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> FinishedSave:
     """Writes the files, and publishes the checkpoint."""
     world = call.world
     call.tracing.synchronize(agreed.hosts)
@@ -226,8 +242,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
         published = world.agree(f"{call.what}: publishing", publish)
     finally:
         call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
-    world.acknowledge()
-    return _report(call, planned, published)
+    return finished(call, _report(call, planned, published), published)
 
 
 def _publish(
@@ -245,11 +260,34 @@ def _publish(
     if world.rank == plan.group.leader:
         own = commit(call, plan, written, agreed, planned.delta)
         call.tracing.add("commit", began)
+    return published(call, begun, plan, written, own, began, waited_s)
+
+
+def published(
+    call: SaveCall,
+    begun: BegunSave,
+    plan: SavePlan,
+    written: WriteResult,
+    own: PerRankFiles,
+    began: float,
+    waited_s: float = 0.0,
+) -> dict[str, Any]:
+    """Returns the response of a rank for whose part the checkpoint exists.
+
+    Args:
+        call: The call.
+        begun: Its beginning.
+        plan: What was written.
+        written: How.
+        own: The files of the ranks' own values, on a rank that committed them.
+        began: `time.perf_counter` of the commit.
+        waited_s: Seconds until earlier saves were written.
+    """
     sizes, now = own.sizes(), time.perf_counter()
     held_s = begun.snapshot.waited_s if begun.snapshot is not None else 0.0
     rank = SaveRankReport(
-        rank=world.rank,
-        host=world.host,
+        rank=call.world.rank,
+        host=call.world.host,
         bytes_written=plan.share.nbytes + sizes["nbytes"],
         bytes_sent=sum(message.nbytes for message in plan.messages.outgoing),
         stall_s=begun.stall_s + held_s if begun.stall_s is not None else now - call.began,
@@ -262,7 +300,26 @@ def _publish(
         total_s=now - call.began,
         peak_staging_bytes=written.staging_bytes,
     )
-    return {"rank": Each(rank.pack()), "own": sizes}
+    return {"rank": Each(rank.pack()), "own": sizes, "listens": call.options.on_report is not None}
+
+
+def finished(call: SaveCall, report: SaveReport, responses: Sequence[dict[str, Any]]) -> FinishedSave:
+    """Returns a save whose checkpoint exists.
+
+    Args:
+        call: The call.
+        report: Its report.
+        responses: `published` of all ranks.
+    """
+    world = call.world
+    some_listen = any(each["listens"] for each in kinds_of(responses))
+
+    def tell() -> None:
+        with world.together():
+            world.tell(call.what, report, call.options.on_report, some_listen=some_listen)
+        world.acknowledge()
+
+    return FinishedSave(report, tell)
 
 
 def _report(call: SaveCall, planned: DeltaPlan, published: Sequence[dict[str, Any]]) -> SaveReport:

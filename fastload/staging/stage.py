@@ -356,25 +356,30 @@ class Stage:
 
     def _publish(self, inventory: Inventory, leaders: _Leaders, moved: _Moved) -> StageReport:
         """Publishes the copies."""
+        on_report = self._options.on_report
 
         def publish() -> dict[str, Any]:
             if self._copy is not None and moved.receipt is not None:
                 receipts: list[Mapping[str, Any]] = [moved.receipt, {"written": self._stock.kept}]
                 text = receipt_of(inventory, self._stock, self._copy.state_of_files())
                 self._copy.publish(receipts, [(STAGED_NAME, text)])
-            return asdict(replace(moved.report, total_s=time.perf_counter() - self._began))
+            rank = asdict(replace(moved.report, total_s=time.perf_counter() - self._began))
+            return {"rank": rank, "listens": on_report is not None}
 
-        ranks = self._world.agree(f"{self._what}: publishing", publish)
-        self._world.acknowledge()
-        return StageReport(
+        responses = self._world.agree(f"{self._what}: publishing", publish)
+        report = StageReport(
             url=self._access.manifest.url,
             path=copied_to(self._access.manifest, self._path),
             nbytes=inventory.nbytes,
             num_files=len(inventory.files),
             num_hosts=len(leaders.all),
             digest=moved.digest,
-            ranks=tuple(StageRankReport(**rank) for rank in ranks),
+            ranks=tuple(StageRankReport(**each["rank"]) for each in responses),
         )
+        some_listen = any(each["listens"] for each in responses)
+        self._world.tell(self._what, report, on_report, some_listen=some_listen)
+        self._world.acknowledge()
+        return report
 
     def _release(self) -> None:
         """Ends the threads. Keeps an incomplete copy for the next attempt, if it has any block."""

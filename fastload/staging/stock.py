@@ -18,7 +18,7 @@ from typing import Any
 from fastload.base.threads import Workers
 from fastload.comm.world import World
 from fastload.errors import StorageError
-from fastload.formats.names import NAMES, STAGED_NAME
+from fastload.formats.names import COPY_NAMES, STAGED_NAME
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block
@@ -93,7 +93,7 @@ def take_stock(
             held = bytearray(b"\1" * len(inventory.blocks))
             return None, Stock(held, bytearray(checksums), inventory.ranges(held))
         stock.damaged = True
-    copy = LocalCopy(path, NAMES, io=options.io)
+    copy = LocalCopy(path, COPY_NAMES, io=options.io)
     files = [(file.name, file.nbytes) for file in inventory.files]
     journal = copy.resume(files, inventory.identity, overwrite=options.overwrite, damaged=stock.damaged)
     if stock.damaged:

@@ -327,6 +327,7 @@ class Names:
         part_endings: Endings of files that a reader takes for a part of a checkpoint.
         own: Returns which of the names in a directory belong to fastload's checkpoint, given the contents of
             its record and receipt.
+        to_replace: What a caller passes to replace a checkpoint, for messages.
         others: Files by which to know a checkpoint of another program that may be replaced. `own` returns its
             files if there is neither record nor receipt.
     """
@@ -339,6 +340,7 @@ class Names:
     single_endings: tuple[str, ...]
     part_endings: tuple[str, ...]
     own: Callable[[Iterable[str], Sequence[bytes]], set[str]]
+    to_replace: str
     others: tuple[str, ...] = ()
 
 

@@ -178,7 +178,7 @@ class LocalDestination:
         if not found:
             return []
         if not self._replaces:
-            raise CheckpointExists(f"{self.path} exists: pass overwrite=True (--overwrite) to replace it")
+            raise CheckpointExists(f"{self.path} exists: pass {self._names.to_replace} to replace it")
         signs = [name for name in self._signs if name in found]
         if not signs and found.keys().isdisjoint(self._names.others):
             raise OptionError(

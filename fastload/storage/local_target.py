@@ -320,6 +320,7 @@ class LocalCopy(LocalTarget):
     def __init__(self, path: str, names: Names, *, io: str) -> None:
         super().__init__(path, names, io=io, signs=(names.record, names.receipt))
         self._receipt_name = names.receipt
+        self._to_replace = names.to_replace
         self._journal: int | None = None
 
     @property
@@ -392,7 +393,7 @@ class LocalCopy(LocalTarget):
         if changed:
             raise CheckpointExists(
                 f"{self.url} is a copy of this checkpoint that was changed since: {changed[:5]}: "
-                "to replace it, ask for overwrite=True (--overwrite)"
+                f"pass {self._to_replace} to replace it"
             )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import base64
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from html import unescape
 from typing import Any
@@ -232,11 +232,13 @@ _KINDS: dict[str, Callable[[str, str, str], Location]] = {
 
 
 def name_of(path: object) -> str:
-    """Returns a path or URL as messages print it, even if it is invalid."""
+    """Returns a path or URL as messages print it, even if it is invalid; never raises."""
     try:
         return locate(path).given
-    except OptionError:
-        return _shown(str(path))
+    except Exception:
+        with suppress(Exception):  # a path object of the caller may refuse its text, too
+            return _shown(str(path))
+        return f"a {type(path).__name__}"
 
 
 def redact(text: str) -> str:

@@ -281,7 +281,7 @@ class OwnerFile:
         names, own = self._names, there & {self._names.owner, *listed}
         if names.record in there:
             if not self._overwrite:
-                raise CheckpointExists(f"{self._url} exists: pass overwrite=True (--overwrite) to replace it")
+                raise CheckpointExists(f"{self._url} exists: pass {names.to_replace} to replace it")
             record = self._bucket.get(self.keys.published(names.record))
             own |= names.own(there, [record or b""])
         else:

@@ -53,7 +53,7 @@ def publish(pending: str, path: str, *, overwrite: bool) -> None:
             try:
                 os.link(pending, path)  # which, unlike a rename, replaces nothing
             except FileExistsError:
-                raise CheckpointExists(f"{path} exists") from None
+                raise _taken(path) from None
             except OSError as error:
                 if error.errno not in NOT_LINKED:
                     raise
@@ -89,7 +89,11 @@ def remove(pending: str) -> None:
 
 def _require_free(path: str, *, overwrite: bool) -> None:
     if os.path.lexists(path) and not (overwrite and os.path.isfile(path)):
-        raise CheckpointExists(f"{path} exists" + (", and is no file" if overwrite else ""))
+        raise CheckpointExists(f"{path} exists, and is no file") if overwrite else _taken(path)
+
+
+def _taken(path: str) -> CheckpointExists:
+    return CheckpointExists(f"{path} exists: pass overwrite=True to replace it")
 
 
 def require_writable(path: str) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from fastload.base.threads import Task, in_threads
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
@@ -33,7 +33,7 @@ from fastload.training.retention import Point, Retention, SavedCheckpoint
 MAX_STEP = MAX_INT
 _PREFIX = "step_"
 _NAME = re.compile(_PREFIX + r"([0-9]{8,19})")
-_STEP, _METRICS, _BRANCH = "step", "metrics", "branch"
+_STEP, _METRICS, _BRANCH, _INCARNATION = "step", "metrics", "branch", "incarnation"
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _READS_AT_ONCE = 16
 _LARGE_BYTES = 16 << 20
@@ -83,6 +83,11 @@ class Summary:
         """Its branch; 0 if the record has none."""
         text = self.metadata.get(_BRANCH, "")
         return int(text) if _NUMBER.fullmatch(text) else 0
+
+    @property
+    def incarnation(self) -> str:
+        """Name of the start of the job that saved it; empty if it had no memory tier."""
+        return self.metadata.get(_INCARNATION, "")
 
     def problem_with(self, files: Mapping[str, FileStat]) -> str:
         """Describes how these files differ from those in the record; empty if they do not."""
@@ -246,8 +251,8 @@ class Catalog:
             return _RecordRead(record, "unreadable", str(error.args[0]))
         return _RecordRead(record, summary=summary)
 
-    def newest(self) -> tuple[int, int] | None:
-        """Returns branch and step of the newest complete checkpoint, or None.
+    def usable(self) -> list[Entry]:
+        """Returns the complete checkpoints that are not known to be damaged, oldest first.
 
         Raises:
             StorageError: As for `entries`.
@@ -255,8 +260,7 @@ class Catalog:
         """
         entries = self.entries()
         self.require_supported({one.step: one.problem for one in entries if one.state == "unsupported"})
-        complete = [one for one in entries if one.is_complete and one.step not in self.damaged]
-        return max(((one.point.branch, one.step) for one in complete), default=None)
+        return [one for one in entries if one.is_complete and one.step not in self.damaged]
 
     def require_supported(self, unsupported: Mapping[int, str]) -> None:
         """Raises if this fastload cannot read some checkpoints, since one of them may be the newest.
@@ -419,8 +423,15 @@ def _with_bases(entries: list[Entry], *, in_root_only: bool) -> list[Entry]:
     return list(by_name.values())
 
 
-def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -> dict[str, str]:
-    """Returns the metadata of a checkpoint: step, metrics and branch.
+def is_step(step: object) -> TypeGuard[int]:
+    """Whether a value is a step that can be saved."""
+    return type(step) is int and 0 <= step <= MAX_STEP
+
+
+def metadata_of(
+    step: int, metrics: Mapping[str, Any] | None, branch: int = 0, incarnation: str = ""
+) -> dict[str, str]:
+    """Returns the metadata of a checkpoint: step, metrics, branch and incarnation.
 
     Raises:
         ValueError: A metric is not a number.
@@ -428,7 +439,9 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -
     """
     numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     texts = {_STEP: str(step), _METRICS: json.dumps(numbers, sort_keys=True)}
-    return {**texts, _BRANCH: str(branch)} if branch else texts
+    if branch:
+        texts[_BRANCH] = str(branch)
+    return {**texts, _INCARNATION: incarnation} if incarnation else texts
 
 
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from fastload.comm.world import World
 from fastload.errors import CheckpointError, FastloadError, OptionError
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
+from fastload.memory_tier.manifest import StoredCheckpoint
 from fastload.storage import Location, locate
 from fastload.storage.memory_folder import CHECKPOINT_NAME as RUN_NAME
 from fastload.training.catalog import Catalog, Entry
@@ -45,6 +46,14 @@ class Listing:
     unsupported: Mapping[int, str]
     records: Mapping[Point, RecordSeen]
 
+    def stored(self, damaged: Collection[int]) -> list[StoredCheckpoint]:
+        """Returns the complete checkpoints, but for steps that are known to be damaged."""
+        return [
+            StoredCheckpoint(*point, self.records[point].digest, self.records[point].incarnation)
+            for point in self.complete
+            if point.step not in damaged
+        ]
+
 
 class RecordSeen(NamedTuple):
     """A commit record, as it was listed. A checkpoint that is saved again at its point has another one.
@@ -52,10 +61,12 @@ class RecordSeen(NamedTuple):
     Attributes:
         digest: Its digest; empty if it is damaged.
         saved_s: Its time, in seconds since 1970.
+        incarnation: Name of the start of the job that saved it; empty if it had no memory tier.
     """
 
     digest: str
     saved_s: float
+    incarnation: str = ""
 
 
 class History:
@@ -66,9 +77,16 @@ class History:
         catalog: The checkpoints.
         lists: Whether this rank lists storage; at least one rank does.
         process_group: Their group, as for `fastload.load`.
+        incarnation: Name of this start of the job, if it has a memory tier.
+
+    Attributes:
+        incarnation: As given.
     """
 
-    def __init__(self, world: World, catalog: Catalog, *, lists: bool, process_group: Any) -> None:
+    def __init__(
+        self, world: World, catalog: Catalog, *, lists: bool, process_group: Any, incarnation: str = ""
+    ) -> None:
+        self.incarnation = incarnation
         self._world = world
         self._group = process_group
         self._catalog = catalog
@@ -90,7 +108,7 @@ class History:
             FastloadError: A rank could not list storage.
         """
 
-        def look() -> list[tuple[int, int, str, bool, str, str, float]]:
+        def look() -> list[tuple[int, int, str, bool, str, str, float, str]]:
             entries = self._catalog.entries() if self._lists else []
             self._warn_of(entries)
             return [
@@ -102,6 +120,7 @@ class History:
                     one.problem * (one.state == _UNSUPPORTED),
                     one.summary.digest if one.summary is not None else "",
                     one.saved_s,
+                    one.summary.incarnation if one.summary is not None else "",
                 )
                 for one in entries
             ]
@@ -115,9 +134,9 @@ class History:
             links=frozenset(step for _, step, _, is_link, *_ in found if is_link),
             unsupported={step: problem for _, step, state, _, problem, *_ in found if state == _UNSUPPORTED},
             records={
-                Point(branch, step): RecordSeen(digest, saved_s)
+                Point(branch, step): RecordSeen(digest, saved_s, incarnation)
                 for wanted in ("damaged", "complete")  # that of the first host where it is complete counts
-                for branch, step, state, _, _, digest, saved_s in reversed(found)
+                for branch, step, state, _, _, digest, saved_s, incarnation in reversed(found)
                 if state == wanted
             },
         )
@@ -126,6 +145,28 @@ class History:
             self._newest = max(self._newest or self._in_memory, self._in_memory)
         self._listing = listing
         return listing
+
+    @property
+    def origin(self) -> tuple[int, int, str] | None:
+        """The newest listed checkpoint of another start of the job; see `HostManifest.origin`."""
+        if self._listing is None:
+            return None
+        records = self._listing.records
+        others = [
+            point
+            for point in self._listing.recorded
+            if records[point].digest and records[point].incarnation != self.incarnation
+        ]
+        newest = max(others, default=None)
+        return None if newest is None else (*newest, records[newest].digest)
+
+    def listed(self) -> Listing:
+        """Returns the last listing, or lists; a call of all ranks.
+
+        Raises:
+            FastloadError: As for `look`.
+        """
+        return self._listing if self._listing is not None else self.look()
 
     def is_durable(self, *written: tuple[int, int] | None) -> bool:
         """Whether nothing in memory is newer than these checkpoints on storage."""
@@ -154,8 +195,12 @@ class History:
         """Notes that in-memory checkpoints are useless: older than those on storage, or incomplete."""
         self._in_memory, self._abandoned, self._memory_is_void = None, None, True
 
-    def branch_for(self, step: int) -> int:
+    def branch_for(self, step: int, *, is_void: bool = False) -> int:
         """Returns the branch of the next checkpoint. A call of all ranks.
+
+        Args:
+            step: Its step.
+            is_void: Whether this rank cannot save it, and has no step of its own.
 
         Raises:
             OptionError: Its path is a link.
@@ -168,7 +213,10 @@ class History:
         self._catalog.require_supported(listing.unsupported)
         if step in listing.links:
             raise OptionError(f"{self._catalog.path(step)} is a link: a save does not replace its target")
-        branch, newest = branch_for(step, self._newest), self._newest
+        newest = self._newest
+        if is_void and newest is not None:
+            step = max(step, newest.step)  # so that the run does not go back on this rank alone
+        branch = branch_for(step, newest)
         if Point(branch, step) == self._abandoned:  # of equal points, a restore prefers memory
             branch += 1
         if newest is not None and branch > newest.branch and self._world.rank == 0:

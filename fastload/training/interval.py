@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastload.memory_tier.tier import TierSave
     from fastload.saving.background import SaveHandle
 
+T = TypeVar("T")
 SaveT = TypeVar("SaveT", bound="SaveHandle | TierSave | None")
 
 _log = logging.getLogger(__name__)
@@ -161,6 +162,18 @@ class IntervalController:
         else:
             self._learn(tier, stall_s, 0.0)
         return running
+
+    def pause(self, wait: Callable[[], T]) -> T:
+        """Calls a function that waits for an earlier save.
+
+        It is no time of a step, and no cost of a save: the interval already leaves time for a save to end.
+        """
+        began = time.monotonic()
+        try:
+            return wait()
+        finally:
+            waited_s = time.monotonic() - began
+            self._last_s = None if self._last_s is None else self._last_s + waited_s
 
     def _learn(self, tier: _TierInterval | None, stall_s: float, background_s: float) -> None:
         if not self._steps_s or tier is None or self._storage is None:

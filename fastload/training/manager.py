@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,13 +14,14 @@ from fastload.comm.failures import require_same
 from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import LoadOptions, Patience, SaveOptions
+from fastload.memory_tier.manifest import StoredCheckpoint
+from fastload.options import LoadOptions, Patience, SaveOptions, chosen_options
 from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import make_call
 from fastload.saving.save import save, save_in_background
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
-from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, metadata_of, metrics_of
+from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, is_step, metadata_of, metrics_of
 from fastload.training.history import History, Listing, RunName
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
@@ -194,9 +196,9 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
-        def ready(chosen: SaveOptions) -> Policy:
+        def ready(chosen: SaveOptions) -> tuple[Policy, LoadOptions]:
             directory = memory_directory(memory)
-            return Policy(
+            policy = Policy(
                 locate(root),
                 IntervalPolicy(
                     every=every,
@@ -221,22 +223,30 @@ class CheckpointManager:
                 directory,
                 deltas,
             )
+            return policy, LoadOptions(timeout_s=chosen.timeout_s, retries=chosen.retries)
 
         what = f"managing the checkpoints in {name_of(root)}"
-        world, _, policy = meet(process_group, what, options, SaveOptions, ready)
+        world, _, (policy, load_options) = meet(
+            process_group, what, partial(chosen_options, options, SaveOptions), ready
+        )
         self._world, self._policy = world, policy
         self._open_in: int | None = os.getpid()  # the process; None once it is closed
-        timeout_s, retries = policy.options.timeout_s, policy.options.retries
         self._defaults = {  # of loads; saves have separate options
             "process_group": process_group,
             "storage_options": storage_options,
-            "options": LoadOptions(timeout_s=timeout_s, retries=retries),
+            "options": load_options,
         }
-        patience = Patience(retries, world.patience_s / 2)
+        patience = Patience(policy.options.retries, world.patience_s / 2)
         self._catalog = Catalog(policy.root, storage_options, patience)
         self._bases = Catalog(policy.root, storage_options, patience)  # for the threads that save deltas
         lists, cleans, incarnation, run = self._meet()
-        self._history = History(world, self._catalog, lists=lists, process_group=process_group)
+        self._history = History(
+            world,
+            self._catalog,
+            lists=lists,
+            process_group=process_group,
+            incarnation=incarnation if policy.memory is not None else "",
+        )
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.max_pending_saves, policy.retention)
@@ -263,10 +273,19 @@ class CheckpointManager:
                 options=policy.options,
                 incarnation=incarnation,
                 run=run,
+                locate=self._catalog.path,
                 open_target=self._catalog.target,
-                find_newest=self._catalog.newest,
+                list_stored=self._list_stored,
             )
         )
+
+    def _list_stored(self) -> list[StoredCheckpoint]:
+        found = self._catalog.usable()
+        return [
+            StoredCheckpoint(*one.point, one.summary.digest, one.summary.incarnation)
+            for one in found
+            if one.summary is not None
+        ]
 
     def _meet(self) -> tuple[bool, bool, str, str]:
         """Compares the arguments of the ranks.
@@ -334,30 +353,34 @@ class CheckpointManager:
         """Saves a state as the checkpoint of a step: to storage, to memory or to both.
 
         The last `should_save` decided where; without one for this step it is storage. If `max_pending_saves`
-        copies exist already, it first waits for one of them. Errors of the memory tier are warnings, and the
-        next save to memory tries again.
+        copies exist already, it first waits for one of them. Errors of a save to memory, those of the state
+        included, are warnings on all ranks, and the next save to memory tries again.
 
         Args:
             step: The step, from 0 on.
             state: As for `fastload.save`.
-            metrics: Name → number; rank 0's are stored with the checkpoint.
+            metrics: Name → number; rank 0's are stored with the checkpoint, those of other ranks are ignored.
 
         Raises:
             FastloadError: As for `fastload.save`; or an earlier save has failed, and this one did not begin.
         """
         self._require_open()
-        if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}")
-        try:
-            metadata_of(step, metrics)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
+        began = time.perf_counter()
+        own_metrics = metrics if self._world.rank == 0 else None
+        problem = _problem_with(step, own_metrics)
+        if problem is not None and self._world.size == 1:
+            raise problem
+        if problem is not None:  # this rank meets the others where they are, and they hear of it
+            step, own_metrics = self._schedule.stand_in(step), None
         answer = self._schedule.answer_for(step)
         self._restorer.note_memory()
-        branch, path = self._history.branch_for(step), self.path(step)
-        metadata = metadata_of(step, metrics, branch)
+        branch, path = self._history.branch_for(step, is_void=problem is not None), self.path(step)
+        metadata = metadata_of(step, own_metrics, branch, self._history.incarnation)
         if self._tier is not None and self._goes_to_memory(answer, step):
-            save_to_memory = partial(self._tier.save, step, branch, state, metadata)
+            origin = self._history.origin
+            save_to_memory = partial(
+                self._tier.save, step, branch, state, metadata, origin=origin, problem=problem
+            )
             self._schedule.measure(save_to_memory, in_memory=True)
             self._history.note_memory(Point(branch, step))
             if not answer.save:
@@ -365,10 +388,10 @@ class CheckpointManager:
         if self._tier is not None and self._schedule.stop_requested:
             self._tier.emergency.yield_to_training()
         saved = SavedCheckpoint(step, 0.0, metrics_of(metadata), branch)
-        request = SaveRequest(saved, path, self._schedule.stop_requested)
-        if failed := self._pending.make_room(request):
+        request = SaveRequest(saved, path, self._schedule.stop_requested, is_void=problem is not None)
+        if failed := self._schedule.pause(lambda: self._pending.make_room(request)):
             self._raise_failed(failed)
-        save = partial(self._save_to_storage, state, path, metadata, self._find_base(step))
+        save = partial(self._save_to_storage, state, path, metadata, self._find_base(step), problem, began)
         has_succeeded = self._pending.start(
             request, lambda queued: self._schedule.measure(partial(save, queued))
         )
@@ -399,6 +422,8 @@ class CheckpointManager:
         path: str,
         metadata: Mapping[str, str],
         find_base: Callable[[], Location | None] | None,
+        problem: Exception | None,
+        began: float,
         queued: QueuedSave | None,
     ) -> SaveHandle | None:
         """Saves; returns the handle of a save in the background."""
@@ -409,6 +434,8 @@ class CheckpointManager:
             metadata,
             given["storage_options"],
             policy.options,
+            problem=problem,
+            began=began,
             in_background=policy.async_,
             queued=queued,
             find_base=find_base,
@@ -444,8 +471,8 @@ class CheckpointManager:
             UnsupportedVersion: This fastload cannot read a checkpoint that may be newer.
             FastloadError: As for `all_steps`.
         """
-        points = [Point(*found.point) for found in self._restorer.in_memory()]
         listing = self._look()
+        points = [Point(*found.point) for found in self._restorer.in_memory(listing)]
         self._catalog.require_supported(listing.unsupported)
         newest = max([*listing.complete, *points], default=None)
         return newest.step if newest is not None else None
@@ -583,3 +610,14 @@ class CheckpointManager:
         finally:
             if self._cleaner is not None:
                 self._cleaner.wait(self._world.patience_s / 2)
+
+
+def _problem_with(step: Any, metrics: Mapping[str, Any] | None) -> OptionError | None:
+    """Returns why a step and its metrics cannot be saved, or None."""
+    if not is_step(step):
+        return OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}")
+    try:
+        metadata_of(step, metrics)
+    except Exception as error:  # of the caller's numbers, too
+        return OptionError(f"metrics={metrics!r}: must be numbers by name ({error})")
+    return None

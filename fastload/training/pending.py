@@ -27,11 +27,13 @@ class SaveRequest:
         saved: The checkpoint, as the rules of retention see it.
         url: Its destination.
         is_required: Whether it must be written even if a newer save is waiting.
+        is_void: Whether it will fail, so that no other save is dropped for it.
     """
 
     saved: SavedCheckpoint
     url: str
     is_required: bool
+    is_void: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ class PendingSaves:
         with self._queue.changed:
             if failed := self.failed:
                 return failed, []
+            if request.is_void:
+                return 0, []
             active = [save for save in self._saves if not save.queued.is_over]
             others = [request.saved, *([self._best] if self._best is not None else [])]
             dropped = []

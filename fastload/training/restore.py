@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastload import api
 from fastload.comm.world import World
-from fastload.errors import CheckpointNotFound, FastloadError, may_be_gone, proves_damage
-from fastload.options import LoadOptions
+from fastload.errors import CheckpointNotFound, FastloadError, OptionError, may_be_gone, proves_damage
+from fastload.options import LoadOptions, chosen_options
 from fastload.report import LoadReport
-from fastload.training.catalog import Catalog
+from fastload.training.catalog import MAX_STEP, Catalog, is_step
 from fastload.training.history import History, Listing
 from fastload.training.retention import Point
 
@@ -48,10 +49,19 @@ class _Candidate:
     Attributes:
         point: Position in the history of the run.
         found: The in-memory checkpoint; None if it is on storage.
+        overtaken_at: Where the run went on without the in-memory checkpoint, if it did.
     """
 
     point: Point
     found: InMemoryCheckpoint | None = None
+    overtaken_at: Point | None = field(default=None, compare=False)
+
+    @property
+    def order(self) -> tuple[Point, int]:
+        """Position in which it is tried. Of equal ones, memory comes first, unless it was overtaken."""
+        if self.overtaken_at is not None:
+            return min(self.point, self.overtaken_at), 0
+        return self.point, 1 if self.found is None else 2
 
     @property
     def step(self) -> int:
@@ -101,7 +111,8 @@ class CheckpointRestorer:
         """
         if self._tier is not None and not self._has_noted:
             try:
-                self._note(self._tier.survey())
+                listing = self._history.listed()
+                self._note(self._current(self._tier.survey(), listing))
             except FastloadError as error:
                 self._warn(f"cannot list in-memory checkpoints: {error}")
 
@@ -111,10 +122,21 @@ class CheckpointRestorer:
         if found:
             self._history.note_memory(Point(*found[-1].point), is_abandoned=found[-1] is not restored)
 
-    def in_memory(self) -> list[InMemoryCheckpoint]:
-        """Returns the complete in-memory checkpoints, oldest first. With a tier, a call of all ranks."""
+    def in_memory(self, listing: Listing) -> list[InMemoryCheckpoint]:
+        """Returns the complete in-memory checkpoints that the run goes on from, oldest first.
+
+        With a tier, a call of all ranks.
+
+        Args:
+            listing: The checkpoints on storage.
+        """
         found = self._tier.survey() if self._tier is not None else []
-        return [each for each in found if each.is_complete]
+        return [each for each in self._current(found, listing) if each.is_complete]
+
+    def _current(self, found: Sequence[InMemoryCheckpoint], listing: Listing) -> list[InMemoryCheckpoint]:
+        """Returns the in-memory checkpoints that no other start of the job has overtaken."""
+        stored = listing.stored(self._catalog.damaged)
+        return [each for each in found if not each.manifest.overtaken_by(stored)]
 
     def prefetch(self, step: int | None, options: LoadOptions | None, finish: Callable[[], object]) -> None:
         """Begins to read the checkpoint that `restore` would load from storage, if there is one.
@@ -128,13 +150,13 @@ class CheckpointRestorer:
             FastloadError: As for `fastload.prefetch`, unless the checkpoint is damaged.
         """
         self.end_prefetch()
-        listing = self._history.look(finish)
+        listing = self._history.look(partial(_check, step, {"options": options}, finish))
         in_memory = self._tier.survey() if self._tier is not None else []
         candidates = self._candidates(step, listing, in_memory, ())
         if not candidates or candidates[-1].found is not None:
             return
         chosen = candidates[-1]
-        reason = _why_not_from_memory(in_memory) if self._tier is not None else ""
+        reason = self._why_not_from_memory(in_memory, listing) if self._tier is not None else ""
         _, given = self._prepare(chosen, candidates, {"options": options}, reason)
         try:
             checkpoint = api.prefetch(os.fspath(self._catalog.path(chosen.step)), **given)
@@ -163,11 +185,11 @@ class CheckpointRestorer:
         Raises:
             FastloadError: As for `CheckpointManager.restore`.
         """
-        listing = self._history.look(finish)
+        listing = self._history.look(partial(_check, step, arguments, finish))
         in_memory, reason = [], ""
         if self._tier is not None:
             in_memory = self._tier.survey()
-            reason = _why_not_from_memory(in_memory)
+            reason = self._why_not_from_memory(in_memory, listing)
         tried: list[_Candidate] = []
         while True:
             candidates = self._candidates(step, listing, in_memory, tried)
@@ -193,7 +215,7 @@ class CheckpointRestorer:
                     older = candidates[-1].step
                     self._warn(f"step {chosen.step} cannot be restored, falling back to {older}: {error}")
             else:
-                self._settle(step, chosen, in_memory, reason)
+                self._settle(step, chosen, self._current(in_memory, listing), reason)
                 return state
             finally:
                 self.end_prefetch()
@@ -212,7 +234,7 @@ class CheckpointRestorer:
         in_memory: Sequence[InMemoryCheckpoint],
         tried: Collection[_Candidate],
     ) -> list[_Candidate]:
-        """Returns the checkpoints to try, the best one last; of equals, memory comes before storage.
+        """Returns the checkpoints to try, the best one last; of equals, memory is the better one.
 
         Raises:
             UnsupportedVersion: This fastload cannot read a checkpoint that may be the newest.
@@ -224,13 +246,14 @@ class CheckpointRestorer:
             # A step that is not listed is tried, too: its load raises the right error.
             found = [one for one in found if one.step == step] or [_Candidate(Point(-1, step))]
         self._catalog.require_supported(unsupported)
-        found += [
-            _Candidate(Point(*each.point), each)
-            for each in in_memory
-            if each.is_complete and step in (None, each.step)
-        ]
-        untried = [one for one in found if one not in tried]
-        return sorted(untried, key=lambda one: (one.point, one.found is not None))
+        stored = listing.stored(self._catalog.damaged)
+        for each in in_memory:
+            if each.is_complete and step in (None, each.step):
+                other = each.manifest.overtaken_by(stored)
+                found.append(
+                    _Candidate(Point(*each.point), each, Point(*other.point) if other is not None else None)
+                )
+        return sorted((one for one in found if one not in tried), key=lambda one: one.order)
 
     def _load(
         self, chosen: _Candidate, others: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
@@ -290,16 +313,34 @@ class CheckpointRestorer:
             self._history.note_void_memory()
             self._has_noted = True
 
+    def _why_not_from_memory(self, found: Sequence[InMemoryCheckpoint], listing: Listing) -> str:
+        """Returns why nothing newer is restored from memory."""
+        if not found:
+            return "nothing is in memory"
+        newest = found[-1]
+        other = newest.manifest.overtaken_by(listing.stored(self._catalog.damaged))
+        if other is not None and other.point <= newest.point:
+            since = f"a later one went on without it and saved step {other.step}"
+            return f"step {newest.step} in memory is of an earlier start of the job; {since}"
+        return newest.problem or f"memory has step {newest.step} only"
+
     def _warn(self, text: str) -> None:
         if self._world.rank == 0:
             _log.warning("%s", text)
 
 
-def _why_not_from_memory(found: Sequence[InMemoryCheckpoint]) -> str:
-    """Returns why nothing newer is restored from memory."""
-    if not found:
-        return "nothing is in memory"
-    return found[-1].problem or f"memory has step {found[-1].step} only"
+def _check(step: Any, arguments: Mapping[str, Any], finish: Callable[[], object]) -> None:
+    """Checks what this rank was given, and calls `finish`; where the ranks meet, so that all raise.
+
+    Raises:
+        OptionError: It is no step, or the options are of another class.
+        TypeError: `fastload.load` has no such argument.
+    """
+    if step is not None and not is_step(step):
+        raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}, or None")
+    inspect.signature(api.load).bind("", **arguments)
+    chosen_options(arguments.get("options"), LoadOptions)
+    finish()
 
 
 def _report_source(

@@ -15,15 +15,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastload.comm.world import Decisions, World
+from fastload.training.catalog import is_step
 from fastload.training.interval import IntervalController, IntervalPolicy, SaveT
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
 
 if TYPE_CHECKING:  # only if there is a tier
     from fastload.memory_tier.tier import MemoryTier
+
+T = TypeVar("T")
 
 _WINDOW_S = 0.5
 _MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
@@ -96,6 +99,10 @@ class SaveSchedule:
         """Returns the answer for the last step that was asked about; for other steps, to save to storage."""
         return self._answer if step == self._step else ScheduleAnswer(save=True)
 
+    def stand_in(self, step: Any) -> int:
+        """Returns a step; for one that cannot be used the last that was asked about, as on other ranks."""
+        return step if is_step(step) else self._step or 0
+
     @property
     def stop_requested(self) -> bool:
         """Whether a signal has asked the job to stop, as of the last answer."""
@@ -106,6 +113,10 @@ class SaveSchedule:
         if not in_memory:
             self._decider.save_begins()
         return self._intervals.measure(save, in_memory=in_memory)
+
+    def pause(self, wait: Callable[[], T]) -> T:
+        """Calls a function that waits, which is no time of a step."""
+        return self._intervals.pause(wait)
 
     def close(self) -> None:
         """Restores the previous signal handlers."""

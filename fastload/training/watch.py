@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from fastload.errors import (
     proves_damage,
 )
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import LoadOptions, Patience
+from fastload.options import LoadOptions, Patience, chosen_options
 from fastload.storage import Location, locate, name_of
 from fastload.training.catalog import Catalog, metrics_of
 from fastload.training.history import History, Listing, RecordSeen
@@ -83,7 +84,7 @@ def watch(
         return locate(root)
 
     what = f"watching {name_of(root)}"
-    world, chosen, location = meet(process_group, what, options, LoadOptions, ready)
+    world, chosen, location = meet(process_group, what, partial(chosen_options, options, LoadOptions), ready)
     chosen = replace(chosen, atomic=True)
     patience = Patience(chosen.retries, world.patience_s / 2)
     catalog = Catalog(location, storage_options, patience, checks_bases=chosen.bases is None)

@@ -151,7 +151,8 @@ def test_a_program_that_ends_waits_for_its_saves_and_tells_of_those_that_failed(
         save(state(1), path, background=False)
     command = [sys.executable, "-c", PROGRAM, str(good), str(waited), str(forgotten)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=140)
-    why = f"CheckpointExists: {forgotten} exists: pass overwrite=True (--overwrite) to replace it"
+    advice = "pass options=fastload.SaveOptions(overwrite=True) to replace it"
+    why = f"CheckpointExists: {forgotten} exists: {advice}"
     told = f"fastload: the save to {forgotten} failed: {why} (wait() was not called)\n"
     assert (ended.returncode, ended.stderr) == (0, told)
     require_whole(good, 2)

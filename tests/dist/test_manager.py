@@ -449,6 +449,11 @@ def test_a_rank_killed_in_the_middle_of_a_save(rank: int, world: int, tmp_path: 
     manager.close()
 
 
+def save_and_wait(manager: CheckpointManager, step: int, metrics: dict[str, Any]) -> None:
+    manager.save(step, state_of(step), metrics=metrics)
+    manager.wait()
+
+
 @ranks(2)
 def test_wrong_arguments(rank: int, world: int, tmp_path: Path) -> None:
     for wrong in ({"every_steps": 0}, {"every_seconds": -1}, {"keep_last": 0}, {"best": "loss"}):
@@ -459,8 +464,10 @@ def test_wrong_arguments(rank: int, world: int, tmp_path: Path) -> None:
     with manage(tmp_path) as manager:
         with pytest.raises(OptionError, match="step"):
             manager.save(-1, {})
-        with pytest.raises(OptionError, match="metrics"):
-            manager.save(1, {}, metrics={"loss": "low"})
+        with pytest.raises(FastloadError, match="OptionError: metrics" if rank else "metrics"):
+            save_and_wait(manager, 1, {"loss": "low"})  # those of rank 0 count
+        save_and_wait(manager, 1, {"loss": 0.5 if rank == 0 else None})
+    assert fastload.inspect(tmp_path / "step_00000001").metadata["metrics"] == '{"loss": 0.5}'
     with pytest.raises(KeyError), manage(tmp_path):
         raise KeyError("of the training")
 

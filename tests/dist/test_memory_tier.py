@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -27,7 +29,7 @@ from fastload import CheckpointManager, LoadOptions, SaveOptions
 from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.memory_tier import copies
 from fastload.memory_tier import save as tier_save
-from fastload.report import LoadReport
+from fastload.report import LoadReport, SaveReport
 from fastload.saving.snapshot import BufferPool
 from fastload.storage.memory_folder import JobFolder, find_jobs, find_memory
 from fastload.storage.memory_target import MemoryTarget
@@ -674,6 +676,149 @@ def test_a_step_that_was_saved_again_after_going_back_is_that_one(
             assert manager.restore(step=step)["step"] == 1020, step
             assert (manager.restored_step, manager.restored_from) == (20, "storage")
             raise Crash
+
+
+@ranks(4, ranks_per_host=2)
+def test_each_save_is_reported_with_its_tier(rank: int, world: int, tmp_path: Path) -> None:
+    reports: list[SaveReport] = []
+    options = replace(OPTIONS, on_report=reports.append)
+    with manage(tmp_path, tmp_path / "memory", every_steps=3, options=options) as manager:
+        for step in range(1, 5):
+            assert manager.should_save(step)
+            manager.save(step, state_of(step))
+            assert manager.latest() == step, "it has ended"
+    found = sorted((Path(report.url).name[-1], report.tier) for report in reports)
+    assert found == [("1", "memory"), ("2", "memory"), ("3", "memory"), ("3", "storage"), ("4", "memory")]
+    kept = next(report for report in reports if report.tier == "memory")
+    assert (kept.num_copies, kept.num_writers, kept.nbytes) == (2, 4, reports[-1].nbytes)
+    assert kept.bytes_written == kept.nbytes > 0
+    assert [own.rank for own in kept.ranks] == [0, 1, 2, 3]
+    assert kept.total_s >= kept.stall_s > 0
+
+
+@ranks(2, ranks_per_host=1)
+@pytest.mark.parametrize("what", ["state", "on_report", "step"])
+def test_what_one_rank_cannot_keep_stops_no_rank(rank: int, world: int, tmp_path: Path, what: str) -> None:
+    """No save to memory raises: the other ranks would go on, and wait for the one that did."""
+    is_bad = [rank == 1]
+
+    def refuse(report: SaveReport) -> None:
+        if is_bad[0]:
+            raise RuntimeError("no room for reports")
+
+    options = replace(OPTIONS, on_report=refuse if what == "on_report" else None)
+    with (
+        not_saved() as lines,
+        manage(tmp_path, tmp_path / "memory", every_steps=100, options=options) as manager,
+    ):
+        assert manager.should_save(1)
+        state = {"x": object()} if is_bad[0] and what == "state" else small_state_of(1)
+        manager.save("one" if is_bad[0] and what == "step" else 1, state)  # type: ignore[arg-type]
+        assert manager.latest() == (1 if what == "on_report" else None)
+        is_bad[0] = False
+        keep(manager, 2, state=small_state_of)
+        [line] = lines
+    cause = {"state": "cannot be saved", "on_report": "no room for reports", "step": "step='one'"}[what]
+    told = line.getMessage()
+    assert cause in told
+    assert told.startswith(f"step 1 is {'' if what == 'on_report' else 'not '}saved to memory: ")
+
+
+def saves_without_memory(folder: Path, restored: int, *steps: int) -> dict[int, dict[str, Any]]:
+    """Has a start without the tier go back to a step on storage, and save others; returns their states."""
+    states = {step: {**small_state_of(step), "step": 1000 + step} for step in steps}
+    with contextlib.suppress(Crash), CheckpointManager(folder / ROOT, options=OPTIONS) as manager:
+        assert is_state(manager.restore(step=restored), restored, small_state_of)
+        for step, state in states.items():
+            manager.save(step, state)
+        manager.wait()
+        raise Crash
+    return states
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest"), [((20,), 20), ((15,), 15), ((15, 20), 20), ((25,), 25), ((10,), 10), ((5,), 5)]
+)
+def test_what_a_start_without_the_tier_saved_after_going_back_is_newer_than_memory(
+    steps: tuple[int, ...], newest: int, tmp_path: Path
+) -> None:
+    """Whatever its steps: memory still has step 20 of the start before it."""
+    crash_at(tmp_path, 10, 20)
+    states = saves_without_memory(tmp_path, 10, *steps)
+    for step in (newest, None):
+        with contextlib.suppress(Crash), manage(tmp_path, tmp_path / "memory") as manager:
+            assert manager.latest() == newest
+            assert manager.restore(step=step)["step"] == states[newest]["step"], step
+            assert (manager.restored_step, manager.restored_from) == (newest, "storage")
+            raise Crash
+
+
+@pytest.mark.parametrize("asks", ["restores", "saves", "saves to memory", "does nothing"])
+def test_a_stale_step_in_memory_is_not_written_to_storage(asks: str, tmp_path: Path) -> None:
+    """When the job ends, and after a signal."""
+    crash_at(tmp_path, 10, 20)
+    saves_without_memory(tmp_path, 10, 15)
+    with manage(tmp_path, tmp_path / "memory", every_steps=100) as manager:
+        if asks == "restores":
+            assert manager.restore()["step"] == 1015
+        if asks == "saves":
+            manager.save(16, small_state_of(16))
+        if asks == "saves to memory":
+            keep(manager, 16, state=small_state_of)
+        signal.raise_signal(signal.SIGUSR1)
+        manager.should_save(17)
+        assert manager.stop_requested
+    with CheckpointManager(tmp_path / ROOT, options=OPTIONS) as manager:
+        assert 20 not in manager.all_steps()
+        assert manager.latest() == (16 if asks.startswith("saves") else 15)
+
+
+def test_a_step_that_a_later_start_kept_in_memory_is_not_stale(tmp_path: Path) -> None:
+    """It knows the step that a start without the tier saved."""
+    crash_at(tmp_path, 10, 20)
+    states = saves_without_memory(tmp_path, 10, 15)
+    memory = tmp_path / "memory"
+    with contextlib.suppress(Crash), manage(tmp_path, memory, every_steps=17) as manager:
+        assert manager.restore()["step"] == states[15]["step"]
+        keep(manager, 16, state=small_state_of)
+        assert manager.should_save(17)
+        manager.save(17, small_state_of(17))  # to both, the one to storage as its own
+        manager.wait()
+        keep(manager, 18, state=small_state_of)
+        raise Crash
+    with contextlib.suppress(Crash), manage(tmp_path, memory) as manager:
+        assert manager.latest() == 18
+        assert is_state(manager.restore(), 18, small_state_of)
+        assert manager.restored_from == "memory"
+        raise Crash
+    with manage(tmp_path, memory) as manager:
+        assert is_state(manager.restore(), 18, small_state_of), "of the start before the last one"
+        assert manager.restored_from == "memory"
+
+
+def test_a_step_that_an_earlier_version_kept_in_memory_is_restored(tmp_path: Path) -> None:
+    """Its manifest does not say which start of the job saved it."""
+    crash_at(tmp_path, 10, 20)
+    [path] = (tmp_path / "memory").glob(f"*/*/*/*/{MANIFEST}")
+    body = json.loads(path.read_bytes().partition(b"\n")[2])
+    del body["incarnation"], body["origin"]
+    text = json.dumps({**body, "version": 1}).encode()
+    path.write_bytes(b"\n".join([xxhash.xxh3_128_hexdigest(text).encode(), text]))
+    with manage(tmp_path, tmp_path / "memory") as manager:
+        assert manager.latest() == 20
+        assert is_state(manager.restore(), 20, small_state_of)
+        assert manager.restored_from == "memory"
+
+
+def test_a_stale_step_in_memory_is_taken_if_what_is_newer_is_damaged(tmp_path: Path) -> None:
+    crash_at(tmp_path, 10, 20)
+    saves_without_memory(tmp_path, 10, 15)
+    flip(tmp_path / ROOT / "step_00000015" / MODEL, -1)
+    with manage(tmp_path, tmp_path / "memory") as manager, warned("fastload.training.restore") as lines:
+        assert is_state(manager.restore(), 20, small_state_of)
+        assert manager.restored_from == "memory"
+    assert len(lines) == 1
+    assert "step 15 cannot be restored, falling back to 20" in lines[0]
 
 
 def crash_at(folder: Path, *steps: int, **arguments: Any) -> None:

@@ -210,6 +210,31 @@ def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> 
         assert [says in line for line in lines] == [True]
 
 
+@ranks(2)
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_the_wait_for_an_earlier_save_is_in_the_report(
+    rank: int, world: int, tmp_path: Path, num_slots: int
+) -> None:
+    """As a stall, which the training felt; the wait in the background is another one."""
+    training, storage, reports = Training(sharded=False), Storage(), list[SaveReport]()
+    with (
+        storage.in_place(),
+        manage(tmp_path, reports, max_pending_saves=num_slots, keep_every=1) as manager,
+    ):
+        for step in range(1, num_slots + 1):
+            manager.save(step, training.at(step))
+        began = time.perf_counter()
+        with waiting(storage):
+            manager.save(num_slots + 1, training.at(num_slots + 1))
+        blocked_s = time.perf_counter() - began
+        storage.let_through(9)
+        manager.wait()
+    own = reports[-1].ranks[rank]
+    assert 0.2 <= own.stall_s <= blocked_s
+    assert own.total_s >= own.stall_s + own.waited_s
+    assert reports[-1].stall_s >= own.stall_s
+
+
 @ranks(3, same=True)
 def test_what_is_saved_after_a_signal_is_written(rank: int, world: int, tmp_path: Path) -> list[int]:
     training, saved = Training(sharded=False), []

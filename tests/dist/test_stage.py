@@ -256,7 +256,10 @@ def test_another_checkpoint_is_not_replaced_unless_asked_for(
             pass
     with pytest.raises(fastload.CheckpointNotFound):
         stage(source.parent / "nothing", disk / "copy")  # the ranks have met, and rank 0 has written
-    with pytest.raises((fastload.CheckpointExists, fastload.PeerError), match="exists: pass overwrite=True"):
+    with pytest.raises(
+        (fastload.CheckpointExists, fastload.PeerError),
+        match=r"exists: pass options=fastload.StageOptions\(overwrite=True\)",
+    ):
         stage(other, disk / "copy")
     assert_copy(disk / "copy", source)
     report = stage(other, disk / "copy", overwrite=True)

@@ -228,7 +228,8 @@ def test_convert_looks_at_the_destination_before_it_loads(
     monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("it loads"))
     refused = run_here(*arguments)
     assert refused.exit_code == 1
-    assert refused.stderr.startswith(f"fastload: CheckpointExists: {tmp_path / 'new'} exists")
+    advice = "name a new directory" if to == "dcp" else "pass --overwrite to replace it"
+    assert refused.stderr == f"fastload: CheckpointExists: {tmp_path / 'new'} exists: {advice}\n"
     missing = run_here("convert", str(tmp_path / "none"), str(tmp_path / "more" / "new"), "--to", to)
     assert missing.stderr.startswith("fastload: CheckpointNotFound: ")
     assert {path.name for path in tmp_path.iterdir()} == {"old.pt", "new"}

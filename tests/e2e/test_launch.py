@@ -134,12 +134,19 @@ def test_an_environment_that_cannot_be_is_one_line(command: list[str]) -> None:
         ("cuda:x", "device='cuda:x': Invalid device string: 'cuda:x'"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_one_line(device: str, message: str) -> None:
-    job = environ(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="1")
-    command = ["-m", "fastload", "load", "a", "--device", device]
-    done = run_forked(command, cwd=_ROOT, env=job, timeout=60)
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path, device: str, message: str) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    load = ["-m", "fastload", "load", "a"]
+    other = fork(load, tmp_path, 0, **job, RANK="0", LOCAL_RANK="0")
+    bad = fork([*load, "--device", device], tmp_path, 1, **job, RANK="1", LOCAL_RANK="1")
+    done, told = bad.end(60), other.end(60)  # the other one not after minutes, either
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"fastload: OptionError: {message}\n"
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.startswith("fastload: PeerError: the ranks cannot join the job: rank 1 on ")
+    assert told.stderr.endswith(f": {message}\n")
 
 
 def test_a_port_in_use_is_named(load: list[str]) -> None:

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+import fastload
 from fastload.cli import main
 from tests.checkpoints import write_file
 from tests.e2e.test_cli import one_object, run
@@ -179,6 +181,26 @@ def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
     done = call("timeline", str(trace), "--png", str(png))
     assert done.exit_code == 0, done.stderr
     assert png.stat().st_size > 10_000
+
+
+def test_the_floor_of_a_save_is_the_time_of_its_writes(tmp_path: Path) -> None:
+    """A save reads nothing."""
+    trace, png = tmp_path / "trace.json", tmp_path / "trace.png"
+    options = fastload.SaveOptions(trace=trace)
+    fastload.save({"a": torch.zeros(5 << 20, dtype=torch.uint8)}, tmp_path / "saved", options=options)
+    done = call("timeline", str(trace), "--png", str(png))
+    assert done.exit_code == 0, done.stderr
+    found = re.fullmatch(r".*: 1 ranks, (\S+) s, floor: the writes without gaps (\S+) s\n", done.stdout)
+    assert found is not None, done.stdout
+    assert 0 < float(found[2]) <= float(found[1]) + 1e-3
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_without_reads_and_writes_has_no_floor(tmp_path: Path) -> None:
+    trace, png = tmp_path / "trace.json", tmp_path / "trace.png"
+    trace.write_text(f"[{RANK}, {READ.replace('read', 'exchange') % 2000}]")
+    done = call("timeline", str(trace), "--png", str(png))
+    assert (done.exit_code, done.stdout) == (0, f"{png}: 1 ranks, 0.002 s\n"), done.stderr
 
 
 RANK = '{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0"}}'

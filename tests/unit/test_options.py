@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import OptionError
+from fastload.integrations.dcp import Reader, Writer
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, parse_bytes
 from tests.pages import page
 
@@ -157,3 +158,9 @@ def test_options_do_not_change_and_callbacks_are_each_rank_s_own() -> None:
 def test_the_page_lists_every_option() -> None:
     for name in {**SETTINGS, **SAVE_SETTINGS}:
         assert f"| `{name}` | `FASTLOAD_{name.upper()}` |" in page("docs/options.md")
+
+
+@pytest.mark.parametrize("kind", [Reader, Writer])
+def test_a_storage_of_dcp_refuses_options_of_another_class(kind: Any) -> None:
+    with pytest.raises(OptionError, match="options= is a dict: pass fastload"):
+        kind("somewhere", options={"timeout_s": 12})

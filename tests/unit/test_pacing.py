@@ -185,3 +185,14 @@ def test_what_was_asked_for_is_checked() -> None:
     ]:  # fmt: skip
         with pytest.raises(OptionError):
             IntervalPolicy(**wrong)
+
+
+def test_a_wait_for_an_earlier_save_is_neither_a_step_nor_the_cost_of_a_save(clock: Clock) -> None:
+    waits, alone = auto(mtbf_s=10_000), auto(mtbf_s=10_000)
+    for pace in (waits, alone):
+        for _ in range(30):
+            clock.train(pace, 3, 1.0)
+            if pace is waits:
+                pace.pause(lambda: setattr(clock, "now", clock.now + 50.0))
+            clock.save(pace, 0.5, 10.0)
+    assert waits.storage_s == alone.storage_s

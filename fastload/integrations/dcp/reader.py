@@ -37,7 +37,7 @@ from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import DTensorRanks, empty_like, is_dtensor, local_parts
 from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
 from fastload.loading.selection import GAP, Outline
-from fastload.options import LoadOptions
+from fastload.options import LoadOptions, chosen_options
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Reader(DcpStorage, StorageReader):
         options: LoadOptions | None = None,
     ) -> None:
         super().__init__(path, process_group, no_dist=no_dist, storage_options=storage_options)
-        self._options = options
+        self._options = chosen_options(options, LoadOptions)
         self._checkpoint: fastload.Checkpoint | None = None
         self._values: dict[str, Any] = {}
         self._outline: Outline | None = None

@@ -30,7 +30,7 @@ from fastload.formats.names import DCP_NAMES
 from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import is_dtensor, with_local
 from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
-from fastload.options import SaveOptions
+from fastload.options import SaveOptions, chosen_options
 from fastload.saving import save as saving
 from fastload.saving.call import make_call
 from fastload.storage.process import warn_once
@@ -72,7 +72,7 @@ class Writer(DcpStorage, StorageWriter):
     ) -> None:
         super().__init__(path, process_group, no_dist=no_dist, storage_options=storage_options)
         self._metadata = metadata
-        self._options = options if options is not None else SaveOptions()
+        self._options = chosen_options(options, SaveOptions)
         self._local_plan = SavePlan([])
         self._has_collectives = True
         self.report: fastload.SaveReport | None = None
