@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from fastload import (
-    FastloadError,
     LoadOptions,
     OptionError,
     SaveHandle,
@@ -31,6 +31,9 @@ from fastload import (
 )
 from fastload.formats.names import RECORD_NAME
 from fastload.geometry.dtensors import is_dtensor
+from fastload.saving.background import await_end
+
+_log = logging.getLogger(__name__)
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -178,13 +181,15 @@ class BackgroundSave:
 
     Attributes:
         path: Destination of the save that is under way; else empty.
+        problems: Why work that was to follow has failed on this rank.
     """
 
     def __init__(self, options: SaveOptions | None) -> None:
         self.path = ""
+        self.problems: list[str] = []
         self._options = replace(options or SaveOptions(), overwrite=True)
         self._handle: SaveHandle | None = None
-        self._deferred: list[Callable[[], None]] = []
+        self._thread: ThreadPoolExecutor | None = None  # does the work that follows the save under way
 
     def save(self, state: Any, path: str, *, in_background: bool, **arguments: Any) -> None:
         """Saves a state, once the last save is durable.
@@ -205,32 +210,48 @@ class BackgroundSave:
         else:
             save(state, path, options=self._options, **arguments)
 
-    def once_durable(self, work: Callable[[], None]) -> None:
-        """Does some work on rank 0: in the next `wait` if a save is under way, else now."""
+    def once_durable(self, what: str, work: Callable[[], object]) -> None:
+        """Does some work on rank 0 as soon as the save under way is durable; now if there is none.
+
+        The works of a save are done in their order, and none if it fails.
+
+        Args:
+            what: Name of the work, for messages.
+            work: The work.
+        """
         if world.get_rank() == 0:
-            self._deferred.append(work)
             if self._handle is None:
-                self._do_deferred()
+                self._do(what, work)
+            else:
+                self._thread = self._thread or ThreadPoolExecutor(1, "fastload-after-save")
+                self._thread.submit(self._follow, self._handle, what, work)
 
     def wait(self) -> None:
-        """Waits until the last save is durable.
+        """Waits until the last save is durable, and what follows it is done.
 
         Raises:
-            FastloadError: It failed; work that was to follow is dropped.
+            FastloadError: It failed.
         """
         handle, self._handle, self.path = self._handle, None, ""
+        thread, self._thread = self._thread, None
         try:
             if handle is not None:
                 handle.wait()
-        except FastloadError:
-            self._deferred.clear()
-            raise
-        self._do_deferred()
+        finally:
+            if thread is not None:
+                thread.shutdown()
 
-    def _do_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
-        for work in deferred:
+    def _follow(self, handle: SaveHandle, what: str, work: Callable[[], object]) -> None:
+        await_end(handle)
+        if handle.report is not None:
+            self._do(what, work)
+
+    def _do(self, what: str, work: Callable[[], object]) -> None:
+        try:
             work()
+        except Exception as error:
+            self.problems.append(f"{what} failed: {type(error).__name__}: {error}")
+            _log.warning("%s", self.problems[-1])
 
 
 class SaveFuture(Future[Any]):

@@ -10,9 +10,10 @@ from typing import Any
 import lightning
 import torch
 
-from fastload import LoadOptions, OptionError, SaveOptions, load
+from fastload import FastloadError, LoadOptions, OptionError, SaveOptions, load
 from fastload import open as open_checkpoint
 from fastload.formats.encoder import encode_state
+from fastload.integrations.directory_save import replace
 from fastload.integrations.frameworks import (
     BackgroundSave,
     is_fastload_checkpoint,
@@ -50,6 +51,7 @@ _SIGNATURES = {
     "Strategy.optimizer_state": (Strategy, "self optimizer"),
     "Strategy.teardown": (Strategy, "self"),
     "ModelCheckpoint.file_exists": (ModelCheckpoint, "self filepath trainer"),
+    "ModelCheckpoint._link_checkpoint": (ModelCheckpoint, "trainer filepath linkpath"),
 }
 _SHARDED = ("state_dict", "optimizer_states")  # the keys whose values differ between ranks
 
@@ -88,15 +90,17 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
         self._in_background = in_background
         self._load_options = load_options
         self._saves = BackgroundSave(save_options)
+        self._callbacks: list[ModelCheckpoint] = []
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Does as Lightning's strategy; refuses a training that could not be saved later."""
         _require_supported_model(self, trainer)
         super().setup(trainer)
         _require_supported_state(self, trainer)
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback.file_exists = partial(self._is_taken, callback)
+        self._callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        for callback in self._callbacks:
+            callback.file_exists = partial(self._is_taken, callback)
+            callback._link_checkpoint = self._link_checkpoint
 
     def _is_taken(self, callback: ModelCheckpoint, filepath: Any, trainer: pl.Trainer) -> bool:
         """Whether a checkpoint exists, or is being saved: two callbacks may choose the same name."""
@@ -122,15 +126,31 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
         rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
         # Copies: tensors that share memory on rank 0 would not on the ranks that they are broadcast to.
         rest = apply_to_collection(rest, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
-        path, rest = self.broadcast((os.fspath(filepath), rest))
+        self._saves.wait()
+        aside = _set_link_aside(os.fspath(filepath)) if self.is_global_zero else ""
+        path, rest, problems = self.broadcast((os.fspath(filepath), rest, self._saves.problems))
+        if problems:
+            raise FastloadError("; ".join(problems))
         state = {key: (sharded if key in sharded else rest)[key] for key in checkpoint}
         ends_soon = os.path.basename(path).startswith("hpc_ckpt_")  # Slurm requeues the job
         in_background = self._in_background and not ends_soon
         self._saves.save(state, path, in_background=in_background, storage_options=storage_options)
+        if aside:
+            self._saves.once_durable(f"removing {aside}", partial(os.unlink, aside))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint, once the save under way is durable."""
-        self._saves.once_durable(lambda: _remove(os.fspath(filepath)))
+        """Removes a checkpoint, once the save under way is durable; moves links to it on to newer ones."""
+        path = os.fspath(filepath)
+        path = path if "://" in path else os.path.abspath(path)
+        links = {one.last_model_path: one._last_checkpoint_saved for one in self._callbacks if _links(one)}
+        self._saves.once_durable(f"removing {path}", partial(_remove, path, links))
+
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        """Makes a link to a checkpoint, once it is durable."""
+        target, link = os.path.abspath(filepath), os.path.abspath(linkpath)
+        if target != link:
+            self._saves.once_durable(f"linking {link}", partial(_link, target, link))
+        self.barrier()
 
     def teardown(self) -> None:
         """Waits until the last save is durable."""
@@ -190,10 +210,48 @@ def _bare(optimizer: Any) -> Any:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _remove(path: str) -> None:
+def _links(callback: ModelCheckpoint) -> bool:
+    return bool(callback.save_last == "link" and callback.last_model_path)
+
+
+def _remove(path: str, links: Mapping[str, str]) -> None:
+    """Removes a checkpoint or a link.
+
+    Args:
+        path: The checkpoint.
+        links: Links to checkpoints → what they are to point to if theirs is removed.
+    """
+    for link, newest in links.items():
+        if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path) != os.path.abspath(link):
+            _link(os.path.abspath(newest), os.path.abspath(link))
     files = get_filesystem(path)
-    if files.exists(path):
+    if os.path.islink(path):
+        os.unlink(path)
+    elif files.exists(path):
         files.rm(path, recursive=True)
+
+
+def _set_link_aside(path: str) -> str:
+    """Renames a link that a checkpoint replaces; until that is durable, ``"last"`` finds the link.
+
+    Returns:
+        The new name, also if an earlier training left such a link; empty if there is none.
+    """
+    stem, suffix = os.path.splitext(path)
+    aside = f"{stem}-linked{suffix}"
+    if os.path.islink(path):
+        os.replace(path, aside)
+    return aside if os.path.islink(aside) else ""
+
+
+def _link(target: str, link: str) -> None:
+    """Makes a link, in place of a link or a directory of its name."""
+    folder, name = os.path.split(link)
+    pending = os.path.join(folder, f".{name}.fastload-link")
+    if os.path.lexists(pending):
+        os.unlink(pending)
+    os.symlink(os.path.relpath(target, folder), pending)
+    replace(pending, link)
 
 
 def _require_supported_model(strategy: Any, trainer: pl.Trainer) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
@@ -262,3 +265,128 @@ def runs_the_recipe(rank: int, world: int) -> None:
 def runs_the_recipe_for_fabric(rank: int, world: int) -> None:
     os.environ |= ENVIRONMENT
     run_program("docs/recipes/fabric.md")
+
+
+def saves_and_is_killed(
+    rank: int, world: int, folder: Path, in_background: bool, dies_when: str, resumes: bool
+) -> int:
+    """A training with ``save_last="link"`` that is killed within its third epoch, or where a checkpoint goes.
+
+    Args:
+        dies_when: ``writing``: while its second checkpoint is written. ``written``: once that is the last
+            one. ``removing``: once the first one is gone. Empty if it lives on.
+
+    Returns:
+        The epoch with which it begins.
+    """
+    last, dying, is_blocked = folder / "last.ckpt", folder.with_name("dying"), threading.Event()
+    began_at: list[int] = []
+
+    def block(done: int, total: int) -> None:
+        if dies_when == "writing" and rank == 0 and (folder / "epoch=0.ckpt").exists():
+            is_blocked.set()
+            time.sleep(60)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class Beginning(Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, _: Any) -> None:
+            began_at.append(trainer.current_epoch)
+            if trainer.current_epoch != 2 or dies_when not in ("writing", "written"):
+                return
+            if rank:
+                wait_until(dying.exists)
+                die()
+            if dies_when == "writing":
+                assert is_blocked.wait(30)
+                names = sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
+                assert names == ["epoch=0.ckpt", "last.ckpt"]
+            else:  # without a further call of the training
+                wait_until(lambda: last.resolve().name == "epoch=1.ckpt")
+                wait_until(lambda: not (folder / "epoch=0.ckpt").exists())
+                assert (last / "fastload.json").exists()
+            dying.touch()
+            die()
+
+    def remove(path: Any, *given: Any, **how: Any) -> None:
+        rmtree(path, *given, **how)
+        if os.path.basename(path) == "epoch=0.ckpt":
+            die()
+
+    options = fastload.SaveOptions(progress=block)
+    trainer = trainer_of(folder, "ddp", world, in_background=in_background, save_options=options)
+    checkpoints = ModelCheckpoint(
+        folder, "{epoch}", save_last="link", save_top_k=1, save_on_train_epoch_end=True
+    )
+    trainer.callbacks[:] = [Beginning(), checkpoints]
+    rmtree = shutil.rmtree
+    with pytest.MonkeyPatch.context() as patch:
+        if dies_when == "removing":
+            patch.setattr(shutil, "rmtree", remove)
+        pl.seed_everything(1, verbose=False)
+        survives = (
+            contextlib.suppress(RuntimeError, fastload.FastloadError)
+            if dies_when
+            else contextlib.nullcontext()
+        )
+        with survives:
+            trainer.fit(Module(), loader(), ckpt_path="last" if resumes else None)
+    if not dies_when:
+        assert fastload.load(last)["epoch"] == 3
+    return began_at[0]
+
+
+def wait_until(is_so: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def saves_after_a_link(rank: int, world: int, folder: Path) -> None:
+    """A training with ``save_last=True`` goes on from a link, and leaves what that pointed to alone."""
+    for kind, num_epochs in (("link", 2), (True, 3)):
+        trainer = trainer_of(folder, "ddp", world, in_background=True)
+        trainer.fit_loop.max_epochs = num_epochs
+        trainer.callbacks[:] = [ModelCheckpoint(folder, "{epoch}", save_last=kind, save_top_k=-1)]  # type: ignore[arg-type]
+        trainer.fit(Module(), loader(), ckpt_path="last")
+    torch.distributed.barrier()  # rank 0 removes the old link
+    epochs = {path.name: fastload.load(path)["epoch"] for path in sorted(folder.iterdir())}
+    assert epochs == {"epoch=0.ckpt": 0, "epoch=1.ckpt": 1, "epoch=2.ckpt": 2, "last.ckpt": 2}
+    assert not (folder / "last.ckpt").is_symlink()
+
+
+class Stumbling(Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 12:
+            raise ZeroDivisionError
+
+
+def stumbles(rank: int, world: int, folder: Path) -> None:
+    """What is saved because of an error is complete when ``fit`` raises it."""
+    trainer = trainer_of(folder, "ddp", world, in_background=True)
+    trainer.callbacks[:] = [
+        Stumbling(),
+        ModelCheckpoint(folder, "{step}", save_last="link", save_top_k=-1, save_on_exception=True),
+        OnExceptionCheckpoint(folder, "error"),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Module(), loader())
+    assert fastload.load(folder / "error.ckpt")["global_step"] == 12
+    assert (folder / "last.ckpt").resolve().name == "step=12.ckpt"
+    assert fastload.load(folder / "last.ckpt")["global_step"] == 12
+
+
+def cannot_link(rank: int, world: int, folder: Path) -> None:
+    """A link that cannot be made is an error of the next save, on all ranks."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("no links here")
+
+    trainer = trainer_of(folder, "ddp", world, in_background=True)
+    trainer.callbacks[:] = [ModelCheckpoint(folder, "{epoch}", save_last="link", save_top_k=-1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "symlink", refuse)
+        with pytest.raises(fastload.FastloadError, match=r"linking .*last\.ckpt failed: .*no links here"):
+            trainer.fit(Module(), loader())
