@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -29,8 +29,9 @@ from fastload import (
     save,
     world,
 )
+from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
-from fastload.geometry.dtensors import is_dtensor
+from fastload.geometry.dtensors import local_of
 from fastload.saving.background import await_end
 
 _log = logging.getLogger(__name__)
@@ -94,9 +95,71 @@ def unsupported_tensors(model: nn.Module) -> str:
     Returns:
         The names, joined by commas. Lazy tensors do not count: they may become plain ones.
     """
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
-    kinds = {type(tensor) for tensor in tensors if type(tensor) not in _PLAIN and not is_dtensor(tensor)}
+    return _other_classes(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
+
+
+def _other_classes(tensors: Iterable[Tensor]) -> str:
+    """Names the classes of tensors, or of their shards, that are not torch's own."""
+    kinds = {type(local_of(tensor)) for tensor in tensors} - {*_PLAIN}
     return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
+
+
+def require_storable_states(optimizers: Iterable[Any]) -> None:
+    """Raises if the states of optimizers cannot be saved, such as 8-bit ones.
+
+    Optimizers of torchao are asked before the first step. Others are checked right after it, when they have
+    made their states.
+
+    Raises:
+        OptionError: Some cannot be saved; names their classes.
+    """
+    for optimizer in optimizers:
+        states = list(getattr(optimizer, "state", {}).values())
+        if states:
+            _require_storable(optimizer, states)
+            continue
+        classes = _other_classes(_future_states(optimizer))
+        if classes:
+            raise _unsupported(optimizer, f"its states are {classes}")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _check_after_first_step(optimizer)
+
+
+def _check_after_first_step(optimizer: torch.optim.Optimizer) -> None:
+    def check(stepped: Any, *_: Any) -> None:
+        if stepped.state:
+            hook.remove()
+            _require_storable(stepped, list(stepped.state.values()))
+
+    hook = optimizer.register_step_post_hook(check)
+
+
+def _require_storable(optimizer: Any, states: Sequence[Any]) -> None:
+    try:
+        encode_state(states)
+    except OptionError as error:
+        raise _unsupported(optimizer, str(error)) from None
+
+
+def _unsupported(optimizer: Any, why: str) -> OptionError:
+    kind = type(optimizer)
+    return OptionError(
+        f"fastload cannot save a training with the optimizer {kind.__module__}.{kind.__qualname__}: {why}"
+    )
+
+
+def _future_states(optimizer: Any) -> Iterator[Tensor]:
+    """Yields what the first step of an optimizer of torchao would make, for parameters of each size."""
+    new_buffer = getattr(optimizer, "_new_buffer", None)
+    if callable(new_buffer) and list(inspect.signature(new_buffer).parameters) == ["p", "signed"]:
+        sizes = {
+            (type(parameter), local_of(parameter).numel()): parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for parameter in sizes.values():
+            with torch.no_grad():
+                yield new_buffer(parameter, True)
 
 
 def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = None) -> Any:
@@ -163,7 +226,8 @@ def _bare(name: str) -> str:
 
 def _broadcast(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Returns copies of tensors of one device, with the values of the first rank of a group."""
-    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors.values()]
+    packed = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in plain])
     source = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast(packed, source, group=group)
     parts = packed.split([tensor.nbytes for tensor in tensors.values()])

@@ -15,13 +15,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fastload
@@ -237,6 +243,34 @@ class Quantized(Module):
         setattr(self.get_submodule(owner), last, torch.nn.Parameter(odd))
 
 
+class EightfoldLater(torch.optim.SGD):
+    """Makes states of several tensors in its first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["a"] = self.made_for(parameter)
+        return loss
+
+    def made_for(self, parameter: torch.Tensor) -> Any:
+        return TwoTensor(parameter.detach(), parameter.detach())
+
+
+class Eightfold(EightfoldLater):
+    """Likewise, with the method by which the optimizers of torchao make theirs."""
+
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> Any:
+        return self.made_for(p)
+
+
+class Compressed(Module):
+    kind: Any = None
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.1)
+
+
 def refuses(rank: int, world: int, folder: Path) -> None:
     def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
         trainer = trainer_of(folder, "ddp", world, plugins=plugins)
@@ -253,6 +287,13 @@ def refuses(rank: int, world: int, folder: Path) -> None:
         fit(Sharding())
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with weights of .*TwoTensor$"):
         fit(Quantized())
+    for kind, why in ((Eightfold, "its states are "), (EightfoldLater, r".*\['a'\] is a torch\.")):
+        model = Compressed()
+        model.kind = kind
+        with pytest.raises(
+            fastload.OptionError, match=rf"with the optimizer .*{kind.__name__}: {why}.*TwoTensor"
+        ):
+            fit(model)
     with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
         ModelParallelStrategy(save_distributed_checkpoint=False)
 
@@ -390,3 +431,69 @@ def cannot_link(rank: int, world: int, folder: Path) -> None:
         patch.setattr(os, "symlink", refuse)
         with pytest.raises(fastload.FastloadError, match=r"linking .*last\.ckpt failed: .*no links here"):
             trainer.fit(Module(), loader())
+
+
+class Phased(Module):
+    """Has a buffer that is a lazy conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]).conj())
+        assert self.phases.is_conj()
+
+
+def averages(rank: int, world: int, folder: Path) -> None:
+    """Averages of weights and running statistics, which are the callback's, and differ between ranks."""
+
+    def fit(num_epochs: int) -> EMAWeightAveraging:
+        torch.manual_seed(rank)  # DDP makes the parameters alike, after the callback has copied them
+        trainer = trainer_of(folder, "ddp", world, in_background=True)
+        trainer.fit_loop.max_epochs = num_epochs
+        averaging = EMAWeightAveraging(decay=0.9, update_starting_at_epoch=1, update_starting_at_step=100)
+        trainer.callbacks.insert(0, averaging)
+        trainer.fit(Phased(), loader(), ckpt_path="last")
+        return averaging
+
+    for num_epochs in (1, 3):  # the first one ends before anything is averaged
+        averaging = fit(num_epochs)
+        torch.distributed.barrier()
+        saved = fastload.load(folder / "last.ckpt")
+        assert saved["epoch"] == num_epochs - 1
+        assert torch.allclose(saved["state_dict"]["phases"], torch.tensor([1 - 2j, 3 + 1j]))
+        assert saved["current_model_state"].keys() == saved["state_dict"].keys()
+        assert saved["averaging_state"]["n_averaged"] == num_epochs - 1
+        if rank == 0:
+            model: Any = averaging._average_model
+            for name, tensor in model.module.state_dict().items():
+                assert torch.equal(saved["state_dict"][name], tensor), name
+
+
+class Shadow(Callback):
+    """Saves sharded tensors of its own, next to a value that differs between ranks."""
+
+    loaded: Any = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved = {name: each.detach() * 2 for name, each in pl_module.named_parameters()}
+        checkpoint["shadow"] = {"tensors": [self.saved, trainer.global_step], "rank": trainer.global_rank}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["shadow"]
+
+
+def shadows(rank: int, world: int, folder: Path) -> None:
+    trainer = trainer_of(folder, "shards", world, in_background=True)
+    shadow = Shadow()
+    trainer.callbacks.insert(0, shadow)
+    trainer.fit(Module(), loader())
+    assert isinstance(shadow.saved["net.0.weight"], DTensor)
+    expected = {name: tensor.full_tensor() for name, tensor in shadow.saved.items()}
+    saved = fastload.load(folder / "last.ckpt")["shadow"]
+    again = trainer_of(folder / "again", "shards", world)
+    again.callbacks.insert(0, shadow)
+    again.validate(Module(), loader(), ckpt_path=str(folder / "last.ckpt"), verbose=False)
+    for found in (saved, shadow.loaded):
+        tensors, step = found["tensors"]
+        assert (found["rank"], step) == (0, trainer.global_step)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

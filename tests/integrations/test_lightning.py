@@ -76,6 +76,14 @@ def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses"), 2, folder=tmp_path)
 
 
+def test_averages_of_weights_that_a_callback_keeps(tmp_path: Path) -> None:
+    run_ranks(body("averages"), 2, folder=tmp_path / "run")
+
+
+def test_sharded_tensors_that_a_callback_adds(tmp_path: Path) -> None:
+    run_ranks(body("shadows"), 2, folder=tmp_path / "run")
+
+
 def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time it finds that it has ended

@@ -144,6 +144,15 @@ def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses_trainings"), 2, tmp_path=tmp_path)
 
 
+def test_optimizers_that_it_cannot_save(tmp_path: Path) -> None:
+    run_ranks(body("refuses_optimizers"), 2, tmp_path=tmp_path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
+def test_optimizers_of_torchao(tmp_path: Path) -> None:
+    run_ranks(body("refuses_optimizers_of_torchao"), 2, tmp_path=tmp_path)
+
+
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_the_state_of_an_accelerator(fsdp: bool, tmp_path: Path) -> None:
     run_ranks(body("saves_states"), 2, tmp_path=tmp_path, fsdp=fsdp)

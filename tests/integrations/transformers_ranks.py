@@ -464,6 +464,59 @@ def name_random_states_as_before(path: Path) -> None:
     fastload.save(state, path, options=fastload.SaveOptions(overwrite=True))
 
 
+class Packed(torch.optim.SGD):
+    """Makes states of several tensors in its first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["a"] = quantized(parameter)
+        return loss
+
+
+class PackedLikeTorchao(Packed):
+    """Likewise, with the method by which the optimizers of torchao make theirs."""
+
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> Any:
+        return quantized(p)
+
+
+def refuses_optimizers(rank: int, world: int, tmp_path: Path) -> None:
+    for kind, num_steps in ((Packed, 1), (PackedLikeTorchao, 0)):
+        model = llama()
+        trainer = trainer_of(tmp_path, model=model, save_steps=100)
+        trainer.optimizer = kind(model.parameters(), lr=0.1)
+        with pytest.raises(
+            fastload.OptionError, match=rf"with the optimizer .*\.{kind.__name__}: .*TwoTensor"
+        ):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        assert len(trainer.optimizer.state) == num_steps * len(list(model.parameters()))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True)
+        optimizer = accelerator.prepare(kind(model.parameters(), lr=0.1))
+        if num_steps:
+            optimizer.optimizer.step()
+        with pytest.raises(
+            fastload.OptionError, match=rf"with the optimizer .*\.{kind.__name__}: .*TwoTensor"
+        ):
+            accelerate_integration.attach(accelerator)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert not any(tmp_path.iterdir())
+
+
+def refuses_optimizers_of_torchao(rank: int, world: int, tmp_path: Path) -> None:
+    """Those with 8 bits; small models have none, and are saved."""
+    for optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        trainer = trainer_of(tmp_path, fsdp=2, optim=optim)
+        with pytest.raises(
+            fastload.OptionError, match=r"the optimizer torchao\..*: its states are torchao\."
+        ):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(fastload.OptionError, match=r"FSDP 1 \(set fsdp_version: 2\)"):
         trainer_of(tmp_path, fsdp=1)
