@@ -287,6 +287,8 @@ class StateEncoder:
 
     def _tensor(self, tensor: Tensor, name: str) -> Any:
         local = local_of(tensor)
+        if type(local) not in (Tensor, Parameter):
+            return self._refuse(f"a DTensor whose local tensor is {_name(local)}", _why_not_kept(local))
         why = _why_not_stored(tensor, local)
         if why is not None:
             return self._refuse(f"a {tensor.dtype} tensor", why)

@@ -262,7 +262,11 @@ class DTensorRanks:
             return
         num_readings = len(_readings(tensor, local))
         if type(local) not in _PLAIN:
-            yield f"{name}: {self._place} has a DTensor whose local tensor is a {type(local).__name__}"
+            kind = type(local).__name__
+            yield (
+                f"{name}: {self._place} has a DTensor whose local tensor is a {kind}: only plain local "
+                "tensors are supported"
+            )
         elif num_readings != 1 and _order_of(mesh).here is not None:
             why = "are ambiguous for" if num_readings else "do not match it for"
             yield (

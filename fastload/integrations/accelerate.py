@@ -23,6 +23,7 @@ from fastload.integrations.frameworks import (
     on_rank_0,
     refuse,
     require_signatures,
+    require_storable_states,
     state_to_save,
     unknown_version,
     unsupported_tensors,
@@ -93,6 +94,7 @@ def attach(
         "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
     refuse("save the state of an Accelerator", reasons)
+    require_storable_states(prepared.optimizer for prepared in accelerator._optimizers)
     states = _StateMethods(accelerator, in_background, save_options, load_options)
     accelerator.save_state = states.save
     accelerator.load_state = states.load

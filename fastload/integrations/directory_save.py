@@ -102,7 +102,7 @@ class DirectorySave:
             add_files(pending)
             for name in (*self._names, ""):
                 _sync(os.path.join(pending, name))
-            _replace(pending, self.path)
+            replace(pending, self.path)
             on_publish()
         except BaseException as error:
             self._error = error
@@ -141,19 +141,26 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
     return None
 
 
-def _replace(source: str, target: str) -> None:
-    """Replaces a directory by another one, in one step if the file system can exchange names."""
+def replace(source: str, target: str) -> None:
+    """Replaces a directory or a link by another one, in one step if the file system can exchange names."""
     old = _pending(target, REPLACED)
     if not os.path.lexists(target):
         os.replace(source, target)
     elif _exchange(source, target):
         old = source
     else:
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
         os.replace(target, old)
         os.replace(source, target)
     _sync(os.path.dirname(target))
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
+
+
+def _delete(path: str) -> None:
+    if os.path.islink(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _exchange(source: str, target: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from fastload import (
-    FastloadError,
     LoadOptions,
     OptionError,
     SaveHandle,
@@ -30,9 +30,13 @@ from fastload import (
     world,
 )
 from fastload.comm.group import agree_in, meet
+from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
-from fastload.geometry.dtensors import is_dtensor
+from fastload.geometry.dtensors import is_dtensor, local_of
 from fastload.options import chosen_options
+from fastload.saving.background import await_end
+
+_log = logging.getLogger(__name__)
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -93,8 +97,12 @@ def unsupported_tensors(model: nn.Module) -> str:
     Returns:
         The names, joined by commas. Lazy tensors do not count: they may become plain ones.
     """
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
-    kinds = {type(tensor) for tensor in tensors if type(tensor) not in _PLAIN and not is_dtensor(tensor)}
+    return _other_classes(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
+
+
+def _other_classes(tensors: Iterable[Tensor]) -> str:
+    """Names the classes of tensors, or of their shards, that are not torch's own."""
+    kinds = {type(local_of(tensor)) for tensor in tensors} - {*_PLAIN}
     return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
 
 
@@ -119,6 +127,64 @@ def agree(
     choose = partial(chosen_options, options, kind)
     joined, _, _ = meet(process_group, what, choose, lambda _: None)
     return agree_in(joined, what, *works)
+
+
+def require_storable_states(optimizers: Iterable[Any]) -> None:
+    """Raises if the states of optimizers cannot be saved, such as 8-bit ones.
+
+    Optimizers of torchao are asked before the first step. Others are checked right after it, when they have
+    made their states.
+
+    Raises:
+        OptionError: Some cannot be saved; names their classes.
+    """
+    for optimizer in optimizers:
+        states = list(getattr(optimizer, "state", {}).values())
+        if states:
+            _require_storable(optimizer, states)
+            continue
+        classes = _other_classes(_future_states(optimizer))
+        if classes:
+            raise _unsupported(optimizer, f"its states are {classes}")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _check_after_first_step(optimizer)
+
+
+def _check_after_first_step(optimizer: torch.optim.Optimizer) -> None:
+    def check(stepped: Any, *_: Any) -> None:
+        if stepped.state:
+            hook.remove()
+            _require_storable(stepped, list(stepped.state.values()))
+
+    hook = optimizer.register_step_post_hook(check)
+
+
+def _require_storable(optimizer: Any, states: Sequence[Any]) -> None:
+    try:
+        encode_state(states)
+    except OptionError as error:
+        raise _unsupported(optimizer, str(error)) from None
+
+
+def _unsupported(optimizer: Any, why: str) -> OptionError:
+    kind = type(optimizer)
+    return OptionError(
+        f"fastload cannot save a training with the optimizer {kind.__module__}.{kind.__qualname__}: {why}"
+    )
+
+
+def _future_states(optimizer: Any) -> Iterator[Tensor]:
+    """Yields what the first step of an optimizer of torchao would make, for parameters of each size."""
+    new_buffer = getattr(optimizer, "_new_buffer", None)
+    if callable(new_buffer) and list(inspect.signature(new_buffer).parameters) == ["p", "signed"]:
+        sizes = {
+            (type(parameter), local_of(parameter).numel()): parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for parameter in sizes.values():
+            with torch.no_grad():
+                yield new_buffer(parameter, True)
 
 
 def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = None) -> Any:
@@ -188,7 +254,8 @@ def _bare(name: str) -> str:
 
 def _broadcast(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Returns copies of tensors of one device, with the values of the first rank of a group."""
-    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors.values()]
+    packed = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in plain])
     source = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast(packed, source, group=group)
     parts = packed.split([tensor.nbytes for tensor in tensors.values()])
@@ -206,13 +273,15 @@ class BackgroundSave:
 
     Attributes:
         path: Destination of the save that is under way; else empty.
+        problems: Why work that was to follow has failed on this rank.
     """
 
     def __init__(self, options: SaveOptions | None) -> None:
         self.path = ""
+        self.problems: list[str] = []
         self._options = replace(chosen_options(options, SaveOptions), overwrite=True)
         self._handle: SaveHandle | None = None
-        self._deferred: list[Callable[[], None]] = []
+        self._thread: ThreadPoolExecutor | None = None  # does the work that follows the save under way
 
     def save(self, state: Any, path: str, *, in_background: bool, **arguments: Any) -> None:
         """Saves a state, once the last save is durable.
@@ -233,32 +302,48 @@ class BackgroundSave:
         else:
             save(state, path, options=self._options, **arguments)
 
-    def once_durable(self, work: Callable[[], None]) -> None:
-        """Does some work on rank 0: in the next `wait` if a save is under way, else now."""
+    def once_durable(self, what: str, work: Callable[[], object]) -> None:
+        """Does some work on rank 0 as soon as the save under way is durable; now if there is none.
+
+        The works of a save are done in their order, and none if it fails.
+
+        Args:
+            what: Name of the work, for messages.
+            work: The work.
+        """
         if world.get_rank() == 0:
-            self._deferred.append(work)
             if self._handle is None:
-                self._do_deferred()
+                self._do(what, work)
+            else:
+                self._thread = self._thread or ThreadPoolExecutor(1, "fastload-after-save")
+                self._thread.submit(self._follow, self._handle, what, work)
 
     def wait(self) -> None:
-        """Waits until the last save is durable.
+        """Waits until the last save is durable, and what follows it is done.
 
         Raises:
-            FastloadError: It failed; work that was to follow is dropped.
+            FastloadError: It failed.
         """
         handle, self._handle, self.path = self._handle, None, ""
+        thread, self._thread = self._thread, None
         try:
             if handle is not None:
                 handle.wait()
-        except FastloadError:
-            self._deferred.clear()
-            raise
-        self._do_deferred()
+        finally:
+            if thread is not None:
+                thread.shutdown()
 
-    def _do_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
-        for work in deferred:
+    def _follow(self, handle: SaveHandle, what: str, work: Callable[[], object]) -> None:
+        await_end(handle)
+        if handle.report is not None:
+            self._do(what, work)
+
+    def _do(self, what: str, work: Callable[[], object]) -> None:
+        try:
             work()
+        except Exception as error:
+            self.problems.append(f"{what} failed: {type(error).__name__}: {error}")
+            _log.warning("%s", self.problems[-1])
 
 
 class SaveFuture(Future[Any]):

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
 import lightning
 import torch
+from torch.nn.parameter import is_lazy
 
-from fastload import LoadOptions, OptionError, SaveOptions, load
+from fastload import FastloadError, LoadOptions, OptionError, SaveOptions, load
 from fastload import open as open_checkpoint
 from fastload.formats.encoder import encode_state
+from fastload.geometry.dtensors import is_dtensor, local_of
+from fastload.integrations.directory_save import replace
 from fastload.integrations.frameworks import (
     BackgroundSave,
     is_fastload_checkpoint,
     live_state,
     refuse,
     require_signatures,
-    state_to_save,
+    require_storable_states,
     unknown_version,
     unsupported_tensors,
 )
@@ -36,7 +40,6 @@ try:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning_utilities.core.apply_func import apply_to_collection
 except ImportError as error:
     raise unknown_version(lightning, TESTED, error) from None
 
@@ -50,8 +53,11 @@ _SIGNATURES = {
     "Strategy.optimizer_state": (Strategy, "self optimizer"),
     "Strategy.teardown": (Strategy, "self"),
     "ModelCheckpoint.file_exists": (ModelCheckpoint, "self filepath trainer"),
+    "ModelCheckpoint._link_checkpoint": (ModelCheckpoint, "trainer filepath linkpath"),
 }
 _SHARDED = ("state_dict", "optimizer_states")  # the keys whose values differ between ranks
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _Base: Any = object
 
@@ -88,15 +94,17 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
         self._in_background = in_background
         self._load_options = load_options
         self._saves = BackgroundSave(save_options)
+        self._callbacks: list[ModelCheckpoint] = []
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Does as Lightning's strategy; refuses a training that could not be saved later."""
         _require_supported_model(self, trainer)
         super().setup(trainer)
         _require_supported_state(self, trainer)
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback.file_exists = partial(self._is_taken, callback)
+        self._callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        for callback in self._callbacks:
+            callback.file_exists = partial(self._is_taken, callback)
+            callback._link_checkpoint = self._link_checkpoint
 
     def _is_taken(self, callback: ModelCheckpoint, filepath: Any, trainer: pl.Trainer) -> bool:
         """Whether a checkpoint exists, or is being saved: two callbacks may choose the same name."""
@@ -106,9 +114,9 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
     # Saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the module, with rank 0's buffers."""
+        """Returns the state dict of the module, sharded as it is."""
         assert self.lightning_module is not None
-        return state_to_save(self.lightning_module)
+        return live_state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns the state of an optimizer, sharded as it is."""
@@ -117,20 +125,35 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Saves a checkpoint of Lightning; all but models and optimizers has rank 0's values."""
-        sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
-        rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
-        # Copies: tensors that share memory on rank 0 would not on the ranks that they are broadcast to.
-        rest = apply_to_collection(rest, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
-        path, rest = self.broadcast((os.fspath(filepath), rest))
-        state = {key: (sharded if key in sharded else rest)[key] for key in checkpoint}
+        """Saves a checkpoint; all in it but parameters, DTensors and optimizers has rank 0's values."""
+        assert self.lightning_module is not None
+        parts = _Parts(self.lightning_module)
+        outline = parts.taken_from(checkpoint)
+        self._saves.wait()
+        aside = _set_link_aside(os.fspath(filepath)) if self.is_global_zero else ""
+        path, outline, problems = self.broadcast((os.fspath(filepath), outline, self._saves.problems))
+        if problems:
+            raise FastloadError("; ".join(problems))
+        state = parts.put_into(outline)
         ends_soon = os.path.basename(path).startswith("hpc_ckpt_")  # Slurm requeues the job
         in_background = self._in_background and not ends_soon
         self._saves.save(state, path, in_background=in_background, storage_options=storage_options)
+        if aside:
+            self._saves.once_durable(f"removing {aside}", partial(os.unlink, aside))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint, once the save under way is durable."""
-        self._saves.once_durable(lambda: _remove(os.fspath(filepath)))
+        """Removes a checkpoint, once the save under way is durable; moves links to it on to newer ones."""
+        path = os.fspath(filepath)
+        path = path if "://" in path else os.path.abspath(path)
+        links = {one.last_model_path: one._last_checkpoint_saved for one in self._callbacks if _links(one)}
+        self._saves.once_durable(f"removing {path}", partial(_remove, path, links))
+
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        """Makes a link to a checkpoint, once it is durable."""
+        target, link = os.path.abspath(filepath), os.path.abspath(linkpath)
+        if target != link:
+            self._saves.once_durable(f"linking {link}", partial(_link, target, link))
+        self.barrier()
 
     def teardown(self) -> None:
         """Waits until the last save is durable."""
@@ -186,14 +209,112 @@ class ModelParallelStrategy(_CollectiveStrategy, _ModelParallelStrategy):  # typ
         return {key: into[key] for key in keys if key not in _SHARDED}
 
 
+class _OfEachRank:
+    """Stands for what every rank has itself, in a checkpoint that rank 0 broadcasts."""
+
+
+class _Parts:
+    """What each rank has itself of a checkpoint: parameters and DTensors, wherever they are, and optimizers.
+
+    Args:
+        module: The module whose parameters these are.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        parameters = (local_of(one) for one in module.parameters() if not is_lazy(one))
+        self._addresses = {one.data_ptr() for one in parameters} - {0}
+        self._own: dict[tuple[Any, ...], Any] = {}
+
+    def taken_from(self, checkpoint: Mapping[str, Any]) -> Any:
+        """Returns a checkpoint without this rank's parts, with copies of all other tensors on the CPU."""
+        self._own = {(key,): checkpoint[key] for key in checkpoint if key == "optimizer_states"}
+        return _mapped({**checkpoint, **{key: _OfEachRank() for (key,) in self._own}}, self._take)
+
+    def put_into(self, outline: Any) -> Any:
+        """Returns the checkpoint that rank 0 has broadcast, with this rank's parts.
+
+        A part that this rank lacks is left out, which the save refuses on all ranks.
+        """
+        return _mapped(outline, self._put)
+
+    def _take(self, path: tuple[Any, ...], value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_plain = type(value) in _PLAIN and value.layout is torch.strided
+        if is_dtensor(value) or (is_plain and value.data_ptr() in self._addresses):
+            self._own[path] = value
+            return _OfEachRank()
+        # A copy: tensors that share memory on rank 0 would not on the ranks that they are broadcast to.
+        return value.detach().resolve_conj().resolve_neg().cpu().clone()
+
+    def _put(self, path: tuple[Any, ...], value: Any) -> Any:
+        return self._own.get(path, value) if isinstance(value, _OfEachRank) else value
+
+
+def _mapped(value: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Returns a copy of nested dicts, lists and tuples, with other values in them.
+
+    Args:
+        value: The outermost of them, or a value in them.
+        change: Returns a new value, given its path and the old one.
+        path: The keys and indexes of the value.
+    """
+    if isinstance(value, dict):
+        found = copy(value)  # with the attributes of a state dict
+        for key, each in value.items():
+            found[key] = _mapped(each, change, (*path, key))
+        return found
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, change, (*path, index)) for index, each in enumerate(value))
+    return change(path, value)
+
+
 def _bare(optimizer: Any) -> Any:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _remove(path: str) -> None:
+def _links(callback: ModelCheckpoint) -> bool:
+    return bool(callback.save_last == "link" and callback.last_model_path)
+
+
+def _remove(path: str, links: Mapping[str, str]) -> None:
+    """Removes a checkpoint or a link.
+
+    Args:
+        path: The checkpoint.
+        links: Links to checkpoints → what they are to point to if theirs is removed.
+    """
+    for link, newest in links.items():
+        if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path) != os.path.abspath(link):
+            _link(os.path.abspath(newest), os.path.abspath(link))
     files = get_filesystem(path)
-    if files.exists(path):
+    if os.path.islink(path):
+        os.unlink(path)
+    elif files.exists(path):
         files.rm(path, recursive=True)
+
+
+def _set_link_aside(path: str) -> str:
+    """Renames a link that a checkpoint replaces; until that is durable, ``"last"`` finds the link.
+
+    Returns:
+        The new name, also if an earlier training left such a link; empty if there is none.
+    """
+    stem, suffix = os.path.splitext(path)
+    aside = f"{stem}-linked{suffix}"
+    if os.path.islink(path):
+        os.replace(path, aside)
+    return aside if os.path.islink(aside) else ""
+
+
+def _link(target: str, link: str) -> None:
+    """Makes a link, in place of a link or a directory of its name."""
+    folder, name = os.path.split(link)
+    pending = os.path.join(folder, f".{name}.fastload-link")
+    if os.path.lexists(pending):
+        os.unlink(pending)
+    os.symlink(os.path.relpath(target, folder), pending)
+    replace(pending, link)
 
 
 def _require_supported_model(strategy: Any, trainer: pl.Trainer) -> None:
@@ -213,6 +334,7 @@ def _require_supported_state(strategy: Any, trainer: pl.Trainer) -> None:
     shards = any(hasattr(_bare(optimizer), "consolidate_state_dict") for optimizer in strategy.optimizers)
     refuse("save a training", {"optimizers that shard their states themselves": shards})
     if trainer.state.fn == TrainerFn.FITTING:
+        require_storable_states(map(_bare, strategy.optimizers))
         _require_storable_rest(trainer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,16 @@ from torch import Tensor
 from fastload import OptionError, SaveOptions, async_save, save, world
 from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
+from fastload.formats.values import is_stateful
+from fastload.geometry.dtensors import is_dtensor
 from fastload.integrations.dcp import Reader
-from fastload.integrations.frameworks import SaveFuture, on_rank_0, require_signatures, unknown_version
+from fastload.integrations.frameworks import (
+    SaveFuture,
+    on_rank_0,
+    require_signatures,
+    require_storable_states,
+    unknown_version,
+)
 
 TESTED = "0.3"
 try:
@@ -39,10 +48,14 @@ _SIGNATURES = {
         _CheckpointManager,
         "self state_dict checkpoint_id from_hf from_quantized",
     ),
+    "CheckpointManager._save": (_CheckpointManager, "self curr_step last_step"),
+    "CheckpointManager._purge_stale_checkpoints": (_CheckpointManager, "self"),
+    "CheckpointManager._should_purge": (_CheckpointManager, "self"),
     "CheckpointManager._find_load_step": (_CheckpointManager, "self folder"),
     "CheckpointManager._create_checkpoint_id": (_CheckpointManager, "self step folder"),
 }
 
+_SIGNS = (RECORD_NAME, ".metadata", "model.safetensors.index.json")  # of fastload, and of torchtitan
 _PER_RANK = (MODEL, OPTIMIZER, DATALOADER)  # the states of which each rank has its own part
 
 
@@ -75,6 +88,11 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         super().__init__(config, **parts)
         if config.enable:  # what cannot be stored fails before the training
             encode_state({name: self.states[name] for name in self.states.keys() - set(_PER_RANK)})
+            require_storable_states(getattr(self.states.get(OPTIMIZER), "optimizers", ()))
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        self._last_step = curr_step
+        return bool(super()._save(curr_step, last_step))
 
     @torch.no_grad()
     def dcp_save(
@@ -109,13 +127,26 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(state) if from_hf else state)
 
+    def _purge_stale_checkpoints(self) -> None:
+        """Has old checkpoints deleted; `keep_latest_k` are left, with the one that is being saved.
+
+        torchtitan counts whatever has a step in its name, also what is left of saves that were killed.
+        """
+        if self._should_purge():
+            paths = _paths(self.folder)
+            complete = {step for path, step in paths.items() if _has(path, *_SIGNS)}
+            kept = sorted({*complete, self._last_step})[-self.keep_latest_k :]
+            for path, step in paths.items():
+                if step < kept[0]:
+                    self.purge_queue.put(path)
+
     def _find_load_step(self, folder: str = "") -> int:
         """Returns the highest step that has a checkpoint, as rank 0 sees it; -1 if none has."""
         path = folder or self.folder
 
         def newest() -> int:
             theirs: int = super(CheckpointManager, self)._find_load_step(folder)
-            return max([theirs, *_steps(path)])
+            return max([theirs, *(step for each, step in _paths(path).items() if _has(each, RECORD_NAME))])
 
         return int(on_rank_0(f"looking for checkpoints in {path}", newest))
 
@@ -130,25 +161,44 @@ def _require_supported(config: Any) -> None:
 
 
 def _own_part(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's part of a state: models, optimizers and data loaders, on rank 0 all else as well.
+    """Returns this rank's part of a state: models, optimizers, data loaders and DTensors; on rank 0 all.
 
     fastload merges the parts by key.
     """
-    is_first = world.get_rank() == 0
-    return {
-        name: value
+    if world.get_rank() == 0:
+        return dict(states)
+    parts = {
+        name: value if isinstance(value, Tensor) or name in _PER_RANK else _dtensors_of(value)
         for name, value in states.items()
-        if is_first or isinstance(value, Tensor) or name in _PER_RANK
     }
+    return {name: value for name, value in parts.items() if value is not None}
 
 
-def _steps(folder: str) -> list[int]:
-    """Returns the steps of the checkpoints in a directory that fastload saved."""
+def _dtensors_of(value: Any) -> Any:
+    """Returns a state without all that is no DTensor; None if there is none in it.
+
+    Lists and tuples with DTensors are as they are: their elements have places, not keys.
+    """
+    if is_stateful(value):
+        return _dtensors_of(value.state_dict())
+    if isinstance(value, dict):
+        found = {key: part for key, each in value.items() if (part := _dtensors_of(each)) is not None}
+        part = copy(value)  # of the same class, with the attributes of a state dict
+        part.clear()
+        part.update(found)
+        return part if found else None
+    if isinstance(value, list | tuple):
+        return value if any(_dtensors_of(each) is not None for each in value) else None
+    return value if isinstance(value, Tensor) and is_dtensor(value) else None
+
+
+def _paths(folder: str) -> dict[str, int]:
+    """Returns the paths of the checkpoints in a directory, complete or not, with their steps."""
     if not filesystem.isdir(folder):
-        return []
+        return {}
     found = [(re.fullmatch(r"step-(\d+)", name), name) for name in filesystem.listdir(folder)]
-    return [
-        int(match[1])
-        for match, name in found
-        if match and filesystem.isfile(filesystem.join(filesystem.join(folder, name), RECORD_NAME))
-    ]
+    return {filesystem.join(folder, name): int(match[1]) for match, name in found if match}
+
+
+def _has(path: str, *files: str) -> bool:
+    return any(filesystem.isfile(filesystem.join(path, file)) for file in files)

@@ -24,6 +24,7 @@ from fastload.integrations.frameworks import (
     on_rank_0,
     refuse,
     require_signatures,
+    require_storable_states,
     state_to_save,
     unknown_version,
     unsupported_tensors,
@@ -47,6 +48,7 @@ TRAINING_STATE = "training_state"
 """Directory, within the checkpoint of the weights, with all else that a training needs to resume."""
 
 _SIGNATURES = {
+    "Trainer.create_optimizer": (Trainer, "self model"),
     "Trainer._save_checkpoint": (Trainer, "self model trial"),
     "Trainer._load_from_checkpoint": (Trainer, "self resume_from_checkpoint model"),
     "Trainer._load_best_model": (Trainer, "self"),
@@ -97,6 +99,12 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         self._own_random_states: Any = None
         self._cleared: set[str] = set()
         _require_supported(self)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Does as ``Trainer``; refuses an optimizer whose states could not be saved later."""
+        optimizer = super().create_optimizer(model)
+        require_storable_states([optimizer])
+        return optimizer
 
     # Saving
 

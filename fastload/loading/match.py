@@ -28,7 +28,14 @@ from fastload.loading.into import (
     pair,
     sharded_state,
 )
-from fastload.loading.mismatch import Renamed, find_renamed, misfit, overlaps, raise_mismatch
+from fastload.loading.mismatch import (
+    Renamed,
+    advice_for_transformers,
+    find_renamed,
+    misfit,
+    overlaps,
+    raise_mismatch,
+)
 from fastload.loading.modules import TensorSlot
 from fastload.loading.quantized import has_scales, unscaled
 from fastload.loading.selection import RankView, Selection
@@ -289,7 +296,7 @@ def _match_into(
             if (line := cast.get(saved.stored) or misfit(manifest, saved, slot.tensor, dtype, group))
         ),
     ]
-    surplus = _compare_names(pairs, differences, selection, manifest, strict=request.strict)
+    surplus = _compare_names(request.into, pairs, differences, selection, manifest, strict=request.strict)
     shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
     is_strict = request.strict and selection is None and not differences.left_out
     for saved, exact in pairs.wanted(shards):
@@ -339,6 +346,7 @@ def _match_into(
 
 
 def _compare_names(
+    into: Any,
     pairs: Pairs,
     differences: Differences,
     selection: Selection | None,
@@ -367,7 +375,8 @@ def _compare_names(
         renamed is not None and renamed.is_wrapper
     )
     has_to_fit = strict or is_elsewhere
-    advice = _advice(pairs, renamed, values)
+    advice = advice_for_transformers(into) if lacking and not (renamed and renamed.is_enough) else ""
+    advice = advice or _advice(pairs, renamed, values)
     if advice == _LEAVE_OUT and has_scales(manifest, surplus):
         advice = _SCALE
     unfilled = [name for module in pairs.unfilled for name in module.certain]

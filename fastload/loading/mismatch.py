@@ -6,10 +6,11 @@ Names may differ by one more part on one side: training loops save models below 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,11 @@ from fastload.loading.targets import castable, entry_of, target_dtype
 _HOW_TO_FILL = (
     "make such buffers before the load: model.to_empty(device=...), then the model's own initialization "
     '(transformers: model.init_weights()); see "DDP, FSDP and tensor parallelism" in docs/loading.md'
+)
+
+_FROM_PRETRAINED = (
+    "transformers renames, splits and merges weights of some models while it loads them: load {what} with "
+    "fastload.integrations.transformers.from_pretrained"
 )
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -76,6 +82,23 @@ def raise_mismatch(
     raise MismatchError(
         "\n".join(lines), (*missing, *absent, *unfilled), tuple(unexpected), tuple(mismatched)
     )
+
+
+def advice_for_transformers(into: Any) -> str:
+    """Returns what to do if weights of a model of transformers are missing; empty if ``into=`` is none.
+
+    Imports nothing to find out.
+    """
+    module = sys.modules.get("transformers.modeling_utils")
+    model_class = getattr(module, "PreTrainedModel", None)
+    if model_class is None:
+        return ""
+    parts = into.values() if isinstance(into, Mapping) else into if isinstance(into, list | tuple) else [into]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    if any(isinstance(each, model_class) for module in modules for each in module.modules()):
+        return _FROM_PRETRAINED.format(what="this one")
+    is_state = isinstance(into, Mapping) and all(isinstance(part, Tensor) for part in into.values())
+    return _FROM_PRETRAINED.format(what="one of its models") if is_state else ""
 
 
 def misfit(
@@ -151,6 +174,11 @@ class Renamed(NamedTuple):
     def is_wrapper(self) -> bool:
         """Whether wrappers of modules add it."""
         return _WRAPPERS.issuperset(self.part.removesuffix(".").split("."))
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether everything fits if ``into=`` has the part, too."""
+        return self.is_everything or self.is_wrapper
 
     def advice(self) -> str:
         """Returns how the names differ, and what to do."""

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastload
-from fastload.errors import MismatchError
+from fastload.errors import MismatchError, OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.geometry.box import Box, row_major
 from fastload.loading.match import LoadRequest, Match
@@ -436,6 +437,13 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
     refuses(
         made(torch.zeros(1, 2).expand(2, 2), Shard(0)), "a: into= has a tensor whose elements share memory"
     )
+    packed: Any = TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2))
+    why = r"a: into= has a DTensor whose local tensor is a TwoTensor: only plain local tensors"
+    refuses(DTensor.from_local(packed, line, [Shard(0)], run_check=False), why)
+    with pytest.raises(
+        OptionError, match=r"\['a'\] is a DTensor whose local .*TwoTensor: of the tensors only"
+    ):
+        fastload.save({"a": DTensor.from_local(packed, line, [Shard(0)], run_check=False)}, tmp_path / "d")
     refuses(distributed(torch.zeros(8, 3), line, [Shard(0)]), r"a: shape \[8, 2\] .*, \[8, 3\] in into=")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as these are deprecated

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fastload
@@ -234,6 +243,34 @@ class Quantized(Module):
         setattr(self.get_submodule(owner), last, torch.nn.Parameter(odd))
 
 
+class EightfoldLater(torch.optim.SGD):
+    """Makes states of several tensors in its first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["a"] = self.made_for(parameter)
+        return loss
+
+    def made_for(self, parameter: torch.Tensor) -> Any:
+        return TwoTensor(parameter.detach(), parameter.detach())
+
+
+class Eightfold(EightfoldLater):
+    """Likewise, with the method by which the optimizers of torchao make theirs."""
+
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> Any:
+        return self.made_for(p)
+
+
+class Compressed(Module):
+    kind: Any = None
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.1)
+
+
 def refuses(rank: int, world: int, folder: Path) -> None:
     def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
         trainer = trainer_of(folder, "ddp", world, plugins=plugins)
@@ -250,6 +287,13 @@ def refuses(rank: int, world: int, folder: Path) -> None:
         fit(Sharding())
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with weights of .*TwoTensor$"):
         fit(Quantized())
+    for kind, why in ((Eightfold, "its states are "), (EightfoldLater, r".*\['a'\] is a torch\.")):
+        model = Compressed()
+        model.kind = kind
+        with pytest.raises(
+            fastload.OptionError, match=rf"with the optimizer .*{kind.__name__}: {why}.*TwoTensor"
+        ):
+            fit(model)
     with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
         ModelParallelStrategy(save_distributed_checkpoint=False)
 
@@ -262,3 +306,194 @@ def runs_the_recipe(rank: int, world: int) -> None:
 def runs_the_recipe_for_fabric(rank: int, world: int) -> None:
     os.environ |= ENVIRONMENT
     run_program("docs/recipes/fabric.md")
+
+
+def saves_and_is_killed(
+    rank: int, world: int, folder: Path, in_background: bool, dies_when: str, resumes: bool
+) -> int:
+    """A training with ``save_last="link"`` that is killed within its third epoch, or where a checkpoint goes.
+
+    Args:
+        dies_when: ``writing``: while its second checkpoint is written. ``written``: once that is the last
+            one. ``removing``: once the first one is gone. Empty if it lives on.
+
+    Returns:
+        The epoch with which it begins.
+    """
+    last, dying, is_blocked = folder / "last.ckpt", folder.with_name("dying"), threading.Event()
+    began_at: list[int] = []
+
+    def block(done: int, total: int) -> None:
+        if dies_when == "writing" and rank == 0 and (folder / "epoch=0.ckpt").exists():
+            is_blocked.set()
+            time.sleep(60)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class Beginning(Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, _: Any) -> None:
+            began_at.append(trainer.current_epoch)
+            if trainer.current_epoch != 2 or dies_when not in ("writing", "written"):
+                return
+            if rank:
+                wait_until(dying.exists)
+                die()
+            if dies_when == "writing":
+                assert is_blocked.wait(30)
+                names = sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
+                assert names == ["epoch=0.ckpt", "last.ckpt"]
+            else:  # without a further call of the training
+                wait_until(lambda: last.resolve().name == "epoch=1.ckpt")
+                wait_until(lambda: not (folder / "epoch=0.ckpt").exists())
+                assert (last / "fastload.json").exists()
+            dying.touch()
+            die()
+
+    def remove(path: Any, *given: Any, **how: Any) -> None:
+        rmtree(path, *given, **how)
+        if os.path.basename(path) == "epoch=0.ckpt":
+            die()
+
+    options = fastload.SaveOptions(progress=block)
+    trainer = trainer_of(folder, "ddp", world, in_background=in_background, save_options=options)
+    checkpoints = ModelCheckpoint(
+        folder, "{epoch}", save_last="link", save_top_k=1, save_on_train_epoch_end=True
+    )
+    trainer.callbacks[:] = [Beginning(), checkpoints]
+    rmtree = shutil.rmtree
+    with pytest.MonkeyPatch.context() as patch:
+        if dies_when == "removing":
+            patch.setattr(shutil, "rmtree", remove)
+        pl.seed_everything(1, verbose=False)
+        survives = (
+            contextlib.suppress(RuntimeError, fastload.FastloadError)
+            if dies_when
+            else contextlib.nullcontext()
+        )
+        with survives:
+            trainer.fit(Module(), loader(), ckpt_path="last" if resumes else None)
+    if not dies_when:
+        assert fastload.load(last)["epoch"] == 3
+    return began_at[0]
+
+
+def wait_until(is_so: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def saves_after_a_link(rank: int, world: int, folder: Path) -> None:
+    """A training with ``save_last=True`` goes on from a link, and leaves what that pointed to alone."""
+    for kind, num_epochs in (("link", 2), (True, 3)):
+        trainer = trainer_of(folder, "ddp", world, in_background=True)
+        trainer.fit_loop.max_epochs = num_epochs
+        trainer.callbacks[:] = [ModelCheckpoint(folder, "{epoch}", save_last=kind, save_top_k=-1)]  # type: ignore[arg-type]
+        trainer.fit(Module(), loader(), ckpt_path="last")
+    torch.distributed.barrier()  # rank 0 removes the old link
+    epochs = {path.name: fastload.load(path)["epoch"] for path in sorted(folder.iterdir())}
+    assert epochs == {"epoch=0.ckpt": 0, "epoch=1.ckpt": 1, "epoch=2.ckpt": 2, "last.ckpt": 2}
+    assert not (folder / "last.ckpt").is_symlink()
+
+
+class Stumbling(Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 12:
+            raise ZeroDivisionError
+
+
+def stumbles(rank: int, world: int, folder: Path) -> None:
+    """What is saved because of an error is complete when ``fit`` raises it."""
+    trainer = trainer_of(folder, "ddp", world, in_background=True)
+    trainer.callbacks[:] = [
+        Stumbling(),
+        ModelCheckpoint(folder, "{step}", save_last="link", save_top_k=-1, save_on_exception=True),
+        OnExceptionCheckpoint(folder, "error"),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Module(), loader())
+    assert fastload.load(folder / "error.ckpt")["global_step"] == 12
+    assert (folder / "last.ckpt").resolve().name == "step=12.ckpt"
+    assert fastload.load(folder / "last.ckpt")["global_step"] == 12
+
+
+def cannot_link(rank: int, world: int, folder: Path) -> None:
+    """A link that cannot be made is an error of the next save, on all ranks."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("no links here")
+
+    trainer = trainer_of(folder, "ddp", world, in_background=True)
+    trainer.callbacks[:] = [ModelCheckpoint(folder, "{epoch}", save_last="link", save_top_k=-1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "symlink", refuse)
+        with pytest.raises(fastload.FastloadError, match=r"linking .*last\.ckpt failed: .*no links here"):
+            trainer.fit(Module(), loader())
+
+
+class Phased(Module):
+    """Has a buffer that is a lazy conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]).conj())
+        assert self.phases.is_conj()
+
+
+def averages(rank: int, world: int, folder: Path) -> None:
+    """Averages of weights and running statistics, which are the callback's, and differ between ranks."""
+
+    def fit(num_epochs: int) -> EMAWeightAveraging:
+        torch.manual_seed(rank)  # DDP makes the parameters alike, after the callback has copied them
+        trainer = trainer_of(folder, "ddp", world, in_background=True)
+        trainer.fit_loop.max_epochs = num_epochs
+        averaging = EMAWeightAveraging(decay=0.9, update_starting_at_epoch=1, update_starting_at_step=100)
+        trainer.callbacks.insert(0, averaging)
+        trainer.fit(Phased(), loader(), ckpt_path="last")
+        return averaging
+
+    for num_epochs in (1, 3):  # the first one ends before anything is averaged
+        averaging = fit(num_epochs)
+        torch.distributed.barrier()
+        saved = fastload.load(folder / "last.ckpt")
+        assert saved["epoch"] == num_epochs - 1
+        assert torch.allclose(saved["state_dict"]["phases"], torch.tensor([1 - 2j, 3 + 1j]))
+        assert saved["current_model_state"].keys() == saved["state_dict"].keys()
+        assert saved["averaging_state"]["n_averaged"] == num_epochs - 1
+        if rank == 0:
+            model: Any = averaging._average_model
+            for name, tensor in model.module.state_dict().items():
+                assert torch.equal(saved["state_dict"][name], tensor), name
+
+
+class Shadow(Callback):
+    """Saves sharded tensors of its own, next to a value that differs between ranks."""
+
+    loaded: Any = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved = {name: each.detach() * 2 for name, each in pl_module.named_parameters()}
+        checkpoint["shadow"] = {"tensors": [self.saved, trainer.global_step], "rank": trainer.global_rank}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["shadow"]
+
+
+def shadows(rank: int, world: int, folder: Path) -> None:
+    trainer = trainer_of(folder, "shards", world, in_background=True)
+    shadow = Shadow()
+    trainer.callbacks.insert(0, shadow)
+    trainer.fit(Module(), loader())
+    assert isinstance(shadow.saved["net.0.weight"], DTensor)
+    expected = {name: tensor.full_tensor() for name, tensor in shadow.saved.items()}
+    saved = fastload.load(folder / "last.ckpt")["shadow"]
+    again = trainer_of(folder / "again", "shards", world)
+    again.callbacks.insert(0, shadow)
+    again.validate(Module(), loader(), ckpt_path=str(folder / "last.ckpt"), verbose=False)
+    for found in (saved, shadow.loaded):
+        tensors, step = found["tensors"]
+        assert (found["rank"], step) == (0, trainer.global_step)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

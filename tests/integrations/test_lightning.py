@@ -45,8 +45,43 @@ def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind:
     run_ranks(body("loads_elsewhere"), 6 - world, folder=tmp_path / "whole", kind=kind)
 
 
+@pytest.mark.parametrize(
+    ("dies_when", "in_background", "begins_at"),
+    [("writing", True, 1), ("written", True, 2), ("removing", True, 2), ("removing", False, 2)],
+)
+def test_links_to_the_last_checkpoint(
+    dies_when: str, in_background: bool, begins_at: int, tmp_path: Path
+) -> None:
+    """They point to the newest complete one, whenever the training is killed."""
+    given = {"folder": tmp_path / "run", "in_background": in_background}
+    dies = dict.fromkeys(range(1 if dies_when == "removing" else 2), signal.SIGKILL)
+    run_ranks(body("saves_and_is_killed"), 2, dies=dies, **given, dies_when=dies_when, resumes=False)
+    began_at = run_ranks(body("saves_and_is_killed"), 2, **given, dies_when="", resumes=True)
+    assert began_at == [begins_at, begins_at]
+
+
+def test_the_last_checkpoint_after_a_link_to_it(tmp_path: Path) -> None:
+    run_ranks(body("saves_after_a_link"), 2, folder=tmp_path / "run")
+
+
+def test_checkpoints_of_an_error(tmp_path: Path) -> None:
+    run_ranks(body("stumbles"), 2, folder=tmp_path / "run")
+
+
+def test_a_link_that_cannot_be_made(tmp_path: Path) -> None:
+    run_ranks(body("cannot_link"), 2, folder=tmp_path / "run")
+
+
 def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses"), 2, folder=tmp_path)
+
+
+def test_averages_of_weights_that_a_callback_keeps(tmp_path: Path) -> None:
+    run_ranks(body("averages"), 2, folder=tmp_path / "run")
+
+
+def test_sharded_tensors_that_a_callback_adds(tmp_path: Path) -> None:
+    run_ranks(body("shadows"), 2, folder=tmp_path / "run")
 
 
 def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,15 @@ def test_the_program_on_the_page_killed_and_started_again() -> None:
     run_ranks(body("goes_on_as_if_it_had_not_been"), 2)
 
 
+def test_a_state_of_ones_own_with_shards() -> None:
+    run_ranks(body("saves_a_state_with_shards"), 2)
+    run_ranks(body("loads_a_state_with_shards"), 3)
+
+
+def test_which_checkpoints_are_kept() -> None:
+    run_ranks(body("keeps_complete_checkpoints"), 2)
+
+
 def test_what_torchtitan_and_other_meshes_saved() -> None:
     run_ranks(body("saves_both"), 2)
     run_ranks(body("loads_both"), 3)

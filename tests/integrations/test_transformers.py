@@ -38,6 +38,10 @@ def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> N
     run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
 
 
+def test_models_that_transformers_converts(tmp_path: Path) -> None:
+    run_ranks(body("names_what_loads_converted_models"), 2, tmp_path=tmp_path)
+
+
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
 
 
@@ -120,7 +124,7 @@ def test_a_directory_that_is_replaced_is_there_whenever_that_is_killed(
             patch.setattr(os, "replace", dying(os.replace))
             patch.setattr(directory_save.shutil, "rmtree", dying(shutil.rmtree))
             with contextlib.suppress(KeyboardInterrupt):
-                directory_save._replace(str(new), str(there))
+                directory_save.replace(str(new), str(there))
                 is_over = True
         directory_save.clear_pending(str(tmp_path), "checkpoint")
         assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-5"]
@@ -138,6 +142,15 @@ def test_checkpoints_of_others_are_resumed(tmp_path: Path) -> None:
 
 def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses_trainings"), 2, tmp_path=tmp_path)
+
+
+def test_optimizers_that_it_cannot_save(tmp_path: Path) -> None:
+    run_ranks(body("refuses_optimizers"), 2, tmp_path=tmp_path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
+def test_optimizers_of_torchao(tmp_path: Path) -> None:
+    run_ranks(body("refuses_optimizers_of_torchao"), 2, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])

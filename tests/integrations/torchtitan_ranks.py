@@ -13,7 +13,8 @@ import torch
 import torchtitan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torchtitan.components.checkpointer import CheckpointManager as Theirs
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -89,18 +90,18 @@ class Adapter(BaseStateDictAdapter):
         raise AssertionError("fastload reads")
 
 
-def manager_of(kind: Any, seed: int, step: Any, **config: Any) -> Any:
+def manager_of(kind: Any, seed: int, step: Any, states: Any = None, **config: Any) -> Any:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     optimizers = default_adamw(implementation="for-loop").build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=9)
-    manager = kind.Config(enable=True, keep_latest_k=0, **config).build(
+    manager = kind.Config(enable=True, **{"keep_latest_k": 0, **config}).build(
         dataloader=None,
         model_parts=[model],
         optimizers=optimizers,
         lr_schedulers=schedulers,
-        states={"train_state": step},
+        states={"train_state": step, **(states or {})},
         sd_adapter=Adapter(),
     )
     for _ in range(seed):
@@ -163,3 +164,71 @@ def loads_both(rank: int, world: int) -> None:
     assert manager.load()
     loaded = tensors_of(manager)
     assert all(torch.equal(loaded[name], expected[name]) for name in ("0.weight", "1.bias"))
+
+
+class Average:
+    """A state of one's own, with shards, and a number that differs between ranks."""
+
+    def __init__(self, value: float, rank: int) -> None:
+        ones = torch.arange(10.0) + value
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        self.shards = distribute_tensor(ones, mesh, [Shard(0)])
+        self.both = [
+            distribute_tensor(ones * 2, mesh, [Shard(0)]),
+            distribute_tensor(ones * 3, mesh, [Shard(0)]),
+        ]
+        self.seen = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shards": {"a": self.shards, "seen": self.seen}, "both": self.both, "bias": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shards, self.seen = state["shards"]["a"], state["shards"]["seen"]
+        self.both = state["both"]
+
+
+def saves_a_state_with_shards(rank: int, world: int) -> None:
+    for kind, folder in ((Theirs, "theirs"), (CheckpointManager, "ours")):
+        states = {"average": Average(5.0, rank if folder == "ours" else 0)}
+        assert manager_of(kind, 1, Step(7, 0), states, folder=folder, interval=7).save(7)
+
+
+def loads_a_state_with_shards(rank: int, world: int) -> None:
+    for folder in ("theirs", "ours"):
+        average = Average(0.0, rank)
+        assert manager_of(CheckpointManager, 0, Step(0, 0), {"average": average}, folder=folder).load(7)
+        for factor, shards in enumerate((average.shards, *average.both), 1):
+            assert torch.equal(shards.full_tensor(), (torch.arange(10.0) + 5) * factor)
+        assert average.seen == 0
+    assert fastload.load("ours/step-7")["average"]["bias"].tolist() == [1, 1]
+
+
+def new_buffer(self: Any, p: torch.Tensor, signed: bool) -> Any:
+    """As the optimizers of torchao make their states."""
+    return TwoTensor(p, p)
+
+
+def keeps_complete_checkpoints(rank: int, world: int) -> None:
+    """What is left of killed saves does not count, so that it pushes out no complete one."""
+    if rank == 0:
+        for name in (
+            "step-3",
+            "step-5",
+            "step-7",
+            ".step-8.0123456789abcdef.saving",
+        ):
+            os.makedirs(f"run/{name}")
+    torch.distributed.barrier()
+    given = {"folder": "run", "interval": 2, "keep_latest_k": 2, "async_mode": "async"}
+    manager = manager_of(CheckpointManager, 1, Step(0, 0), **given)
+    for step in (2, 4, 6):
+        assert manager.save(step)
+    manager.maybe_wait_for_saving()
+    manager.close()  # waits for the deletions
+    torch.distributed.barrier()
+    assert {name for name in os.listdir("run") if name[0] != "."} == {"step-4", "step-5", "step-6", "step-7"}
+    assert manager._find_load_step() == 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "_new_buffer", new_buffer, raising=False)
+        with pytest.raises(fastload.OptionError, match=r"with the optimizer .*AdamW: its states .*TwoTensor"):
+            manager_of(CheckpointManager, 0, Step(0, 0))

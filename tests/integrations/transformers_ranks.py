@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
@@ -463,6 +464,59 @@ def name_random_states_as_before(path: Path) -> None:
     fastload.save(state, path, options=fastload.SaveOptions(overwrite=True))
 
 
+class Packed(torch.optim.SGD):
+    """Makes states of several tensors in its first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["a"] = quantized(parameter)
+        return loss
+
+
+class PackedLikeTorchao(Packed):
+    """Likewise, with the method by which the optimizers of torchao make theirs."""
+
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> Any:
+        return quantized(p)
+
+
+def refuses_optimizers(rank: int, world: int, tmp_path: Path) -> None:
+    for kind, num_steps in ((Packed, 1), (PackedLikeTorchao, 0)):
+        model = llama()
+        trainer = trainer_of(tmp_path, model=model, save_steps=100)
+        trainer.optimizer = kind(model.parameters(), lr=0.1)
+        with pytest.raises(
+            fastload.OptionError, match=rf"with the optimizer .*\.{kind.__name__}: .*TwoTensor"
+        ):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        assert len(trainer.optimizer.state) == num_steps * len(list(model.parameters()))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True)
+        optimizer = accelerator.prepare(kind(model.parameters(), lr=0.1))
+        if num_steps:
+            optimizer.optimizer.step()
+        with pytest.raises(
+            fastload.OptionError, match=rf"with the optimizer .*\.{kind.__name__}: .*TwoTensor"
+        ):
+            accelerate_integration.attach(accelerator)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert not any(tmp_path.iterdir())
+
+
+def refuses_optimizers_of_torchao(rank: int, world: int, tmp_path: Path) -> None:
+    """Those with 8 bits; small models have none, and are saved."""
+    for optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        trainer = trainer_of(tmp_path, fsdp=2, optim=optim)
+        with pytest.raises(
+            fastload.OptionError, match=r"the optimizer torchao\..*: its states are torchao\."
+        ):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(fastload.OptionError, match=r"FSDP 1 \(set fsdp_version: 2\)"):
         trainer_of(tmp_path, fsdp=1)
@@ -683,3 +737,62 @@ def resumes_from_others(rank: int, world: int, tmp_path: Path) -> None:
     assert begun == [6]
     saved = fastload.load(path / "checkpoint-6")
     assert all((found[name] - tensor).abs().max() < 0.05 for name, tensor in saved.items())
+
+
+def models_that_are_converted() -> Iterator[Any]:
+    """Models whose weights have other names, or are in other pieces, in a checkpoint than in the model."""
+    small = {**SIZES, **HEADS}
+    of_experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    latent = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    yield experts()
+    yield transformers.MixtralForCausalLM(transformers.MixtralConfig(**small, num_local_experts=3))
+    yield transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **small, **of_experts, **latent, moe_intermediate_size=16, first_k_dense_replace=1
+        )
+    )
+    yield transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES, num_attention_heads=4))
+    pictures = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    yield transformers.ViTForImageClassification(
+        transformers.ViTConfig(**pictures, num_attention_heads=4, image_size=8, patch_size=4)
+    )
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    of_each = {"attention_heads": 2, "ffn_dim": 16}
+    sizes = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in of_each.items()}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
+    yield transformers.MarianMTModel(
+        transformers.MarianConfig(d_model=16, vocab_size=32, **layers, **sizes, **tokens)
+    )
+
+
+def names_what_loads_converted_models(rank: int, world: int, tmp_path: Path) -> None:
+    for model in models_that_are_converted():
+        folder = tmp_path / type(model).__name__
+        if rank == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        for into in (model, {"model": model}, dict(model.state_dict()), torch.nn.Sequential(model)):
+            with pytest.raises(fastload.MismatchError) as caught:
+                fastload.load(folder, into=into)
+            assert "fastload.integrations.transformers.from_pretrained" in str(caught.value)
+            assert "strict=False" not in str(caught.value)
+        again = from_pretrained(type(model), folder)
+        assert_same_tensors(again.state_dict(), type(model).from_pretrained(folder).state_dict())
+    # Others are told what they were.
+    model = llama()
+    fastload.save({"net": {"inner": model}}, tmp_path / "state")
+    with pytest.raises(fastload.MismatchError, match=r"pass into=\{'net': \{'inner': model\}\}"):
+        fastload.load(tmp_path / "state", into=model)
+    fastload.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "plain")
+    with pytest.raises(fastload.MismatchError, match=r"strict=False leaves these out"):
+        fastload.load(tmp_path / "plain", into={"a": torch.ones(1)})
+    with pytest.raises(fastload.MismatchError, match=r"strict=False leaves these out"):
+        fastload.load(
+            tmp_path / "plain", into=torch.nn.ParameterDict({"a": torch.ones(1), "c": torch.ones(1)})
+        )
