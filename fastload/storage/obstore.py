@@ -73,7 +73,12 @@ _PASSING = (408, 409, 429)  # 409: another conditional request is under way
 _NO_RANGES = re.compile(r"Generic \S+ error: Received non-partial response when range requested")
 # obstore searches only the environment, and then asks the cloud's metadata service.
 _NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
-_SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
+_SIGNATURES = frozenset(
+    "q-signature signature x-amz-signature x-goog-signature x-oss-signature x-tos-signature".split()
+)
+# Responses to HEAD of servers that only know GET, and to URLs that are signed for GET.
+_NO_HEAD = (403, 405, 501)
+_NO_SUCH_RANGE = 416
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -140,9 +145,29 @@ def is_transient(error: Exception) -> bool:
     """Whether another attempt could succeed after an error of obstore."""
     if not isinstance(error, GenericError):
         return not isinstance(error, _PERMANENT)
-    answer = _STATUS.search(str(error))
-    status = int(answer[1]) if answer is not None else 0
+    status = _status(error)
     return not _lacks_ranges(error) and (not 400 <= status < 500 or status in _PASSING)
+
+
+def _status(error: Exception) -> int:
+    """Returns the status of the response that an error of obstore is about; 0 if there is none."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found is not None else 0
+
+
+def get_range(store: Any, key: str, offset: int, nbytes: int) -> Any:
+    """Requests a range of an object; returns obstore's result, which may hold less if the object ends."""
+    try:
+        return obstore.get(store, key, options={"range": (offset, offset + nbytes)})
+    except (GenericError, NotSupportedError) as error:
+        if offset or not (_lacks_ranges(error) or _status(error) == _NO_SUCH_RANGE):
+            raise
+        # A server may send all of an object if that is what the range covers (RFC 9110, 14.2). An empty one
+        # has no ranges.
+        result = obstore.get(store, key)
+        if result.meta["size"] > nbytes:
+            raise  # without reading the body, which may be of any size
+        return result
 
 
 def advice(error: Exception) -> str:
@@ -239,8 +264,9 @@ class ObjectStorage(WritableStorage):
         self.secrets = Secrets(location, options)
         self._names = names
         self._is_http = location.scheme in HTTP
-        self._is_signed = _is_signed(location, names)
-        self._is_file = self._is_signed or _is_file(location, names)
+        is_signed = _is_signed(location, names)
+        self._takes_head = not is_signed
+        self._is_file = is_signed or _is_file(location, names)
         # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
         self._make = partial(make_store, root, options, attempt_s=patience.attempt_s)
@@ -249,6 +275,7 @@ class ObjectStorage(WritableStorage):
         # Buckets list objects in order, except directory buckets of S3.
         self._is_sorted = not (isinstance(self.store, S3Store) and s3_settings(self.store).get("s3_express"))
         self._known: dict[str, FileStat] = {}
+        self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
     def stat(self, name: str) -> FileStat | None:
         if name in self._known:
@@ -265,10 +292,16 @@ class ObjectStorage(WritableStorage):
         return found
 
     def _ask_for_stat(self, key: str) -> Any:
-        """Requests size and version; with a signature for GET, by a read of the first byte."""
-        if not self._is_signed:
-            return obstore.head(self.store, key)
-        return obstore.get(self.store, key, options={"range": (0, 1)}).meta
+        """Requests size and version; where only GET is allowed, by a read of the first byte."""
+        if self._takes_head:
+            try:
+                return obstore.head(self.store, key)
+            except (GenericError, PermissionDeniedError, FileNotFoundError) as error:
+                if _status(error) not in _NO_HEAD:
+                    raise
+        meta = get_range(self.store, key, 0, 1).meta
+        self._takes_head = False
+        return meta
 
     def list(self) -> list[str] | None:
         if self._is_file:
@@ -278,14 +311,16 @@ class ObjectStorage(WritableStorage):
             if self._has(first):
                 return [first]
             return next(([name] for name in others if self.stat(name) is not None), None)
-        names = self._call("", self._files)
-        self._known.update(names)
-        return sorted(names) or None
+        found = self._call("", self._objects)
+        # A version other than an ETag may be spelled in another way in the responses to GET.
+        self._known.update({name: _stat(meta) for name, meta in found.items() if meta.get("e_tag")})
+        return sorted(found) or None
 
-    def _files(self, key: str) -> dict[str, FileStat]:
+    def _objects(self, key: str) -> dict[str, Mapping[str, Any]]:
+        """Lists the objects directly below a key, by name."""
         found = obstore.list_with_delimiter(self.store, key or None)["objects"]
         # Some stores and tools keep an empty object with the name of the folder itself.
-        return {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in found if meta["path"] != key}
+        return {meta["path"].rsplit("/", 1)[-1]: meta for meta in found if meta["path"] != key}
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         if self._is_http:
@@ -325,12 +360,12 @@ class ObjectStorage(WritableStorage):
             return
 
         def get(key: str) -> tuple[Any, Any]:
-            result = obstore.get(self.store, key, options={"range": (offset, offset + nbytes)})
+            result = get_range(self.store, key, offset, nbytes)
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)
         found = _stat(meta)
-        if version and found.version != version:
+        if version and not self._is_same(name, found, version):
             raise StorageError(_REPLACED, self.label(name), offset, nbytes)
         self.fill(name, offset, buffers, data, found.nbytes)
 
@@ -339,7 +374,7 @@ class ObjectStorage(WritableStorage):
             # Without a range: some servers ignore one that covers the whole object.
             result = obstore.get(self.store, key)
             found = _stat(result.meta)
-            if (found.nbytes, found.version) != (about.nbytes, about.version):
+            if found.nbytes != about.nbytes or not self._is_same(name, found, about.version):
                 return None
             return bytes(result.bytes())
 
@@ -348,6 +383,36 @@ class ObjectStorage(WritableStorage):
             raise StorageError(_REPLACED, self.label(name), 0, about.nbytes)
         self._count.add(len(data))
         return data
+
+    def _is_same(self, name: str, found: FileStat, version: str) -> bool:
+        """Whether what was read is the object of a version, which may be that of a listing.
+
+        The listings of some gateways have ETags of their own. There, an object is the one that was listed if
+        a listing still has that version, and the object is the same afterwards as when it was read.
+        """
+        if version in (found.version, self._listed.get((name, found.version))):
+            return True
+        if self._is_http:  # which has no listings
+            return False
+        try:
+            listed = self._listed_now(name)
+            now = _stat(self._call(name, self._ask_for_stat))
+        except StorageError as error:
+            if error.transient:
+                raise
+            return False  # there are no listings, or it has been deleted
+        if listed is None or listed.version != version or now.version != found.version:
+            return False
+        # A listing from a cache is older; responses to GET have no fractions of seconds.
+        if abs(listed.modified_s - found.modified_s) >= 1 or listed.nbytes != found.nbytes:
+            return False
+        self._listed[name, found.version] = version
+        return True
+
+    def _listed_now(self, name: str) -> FileStat | None:
+        folder, _, last = self._key(name).rpartition("/")
+        meta = self._call("", lambda _: self._objects(folder)).get(last)
+        return None if meta is None else _stat(meta)
 
     # Saves. Errors are those of obstore
 
@@ -390,8 +455,8 @@ class ObjectStorage(WritableStorage):
                 self._ask(partial(obstore.delete, self.store, self._key(name)))
 
     def files(self, folder: str) -> dict[str, int]:
-        found = self._ask(partial(self._files, self._key(folder)))
-        return {name: about.nbytes for name, about in found.items()}
+        found = self._ask(partial(self._objects, self._key(folder)))
+        return {name: meta["size"] for name, meta in found.items()}
 
     def modified_s(self, name: str) -> float:
         try:
@@ -441,7 +506,7 @@ def _is_file(location: Location, names: Names) -> bool:
 
 
 def _is_signed(location: Location, names: Names) -> bool:
-    """Whether a URL is signed for reads of one object, as S3 and Google do.
+    """Whether a URL is signed for reads of one object, as S3, Google and others do.
 
     Raises:
         OptionError: The object names other objects, which the signature does not cover.
