@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
+    BaseError,
     GenericError,
     InvalidPathError,
     NotSupportedError,
@@ -24,10 +25,11 @@ from obstore.exceptions import (
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
-from obstore.store import HTTPStore, from_url
+from obstore.store import AzureStore, HTTPStore, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import Patience
+from fastload.storage.azure import url_of, wait_for_copy
 from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
@@ -88,7 +90,7 @@ _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoreSettings:
     """The settings of a location, as `make_store` takes them.
 
@@ -153,11 +155,11 @@ def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt
     client |= given
     if (header := basic_auth(location)) is not None:
         client["default_headers"] = _with_header(client.get("default_headers"), "Authorization", header)
-    settings = StoreSettings(location, config, client)
     if location.scheme not in _S3:
-        return settings
-    # With the names that obstore gives the options.
-    config = dict(settings.make(retry={"max_retries": 0}).config)
+        return StoreSettings(location, config, client)
+    # A store that trusts all reads no certificates, and makes no request. It has obstore's names for options.
+    probe = StoreSettings(location, config, {"allow_invalid_certificates": True})
+    config = dict(probe.make(retry={"max_retries": 0}).config)
     secrets = Secrets(location, options)
     bucket = location.address.removeprefix(f"{location.scheme}://").partition("/")[0]
     try:
@@ -513,8 +515,25 @@ class ObjectStorage(WritableStorage):
 
     def move(self, name: str, to: str) -> None:
         # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
-        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        if isinstance(self.store, AzureStore):
+            self._copy_on_azure(name, to)
+        else:
+            self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
         self.delete([name])
+
+    def _copy_on_azure(self, name: str, to: str) -> None:
+        """Copies an object where the store may go on with it after its response."""
+        address = _quoted(self.settings.location.address)
+        try:
+            url = self._ask(partial(url_of, self.store, address, self._key(to)))
+        except BaseError:  # of a user without the permission, so that nobody could ask for the copy's status
+            writer = self.writer(to)
+            for part in self._ask(partial(obstore.get, self.store, self._key(name))).stream(_WRITER_BYTES):
+                writer.write(memoryview(part))
+            writer.close()
+            return
+        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        wait_for_copy(url, self.settings.client, timeout_s=self.patience.timeout_s)
 
     def writer(self, name: str) -> ObjectWriter:
         writer: ObjectWriter = obstore.open_writer(

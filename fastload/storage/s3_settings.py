@@ -111,7 +111,7 @@ def _good_for_s(source: Any) -> float:
     return min(_LOOK_S, lasts_s / 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class S3Settings:
     """How to reach a bucket, whichever library does it.
 
@@ -311,16 +311,11 @@ def _without_bucket(endpoint: str, bucket: str) -> str:
 
 
 def _keys(config: Mapping[str, Any], variables: Mapping[str, str]) -> Keys | None:
-    """Returns keys from the options, else from the environment; a token belongs to the keys next to it."""
-    for place in (config, variables):
-        key, secret = place.get("access_key_id"), place.get("secret_access_key")
-        if key and secret:
-            return Keys(key, secret, place.get("session_token") or place.get("token"))
-    key, secret = ({**variables, **config}.get(name) for name in ("access_key_id", "secret_access_key"))
-    if bool(key) != bool(secret):
-        raise OptionError("of access_key_id and secret_access_key, only one is given")
-    token = config.get("session_token") or variables.get("session_token") or variables.get("token")
-    return Keys(str(key), str(secret), token) if key else None
+    """Returns the keys of the options, else of the environment. A token belongs to the keys next to it."""
+    names = {"access_key_id", "secret_access_key"}
+    place = config if names <= config.keys() else {**variables, **config}
+    key, secret = place.get("access_key_id"), place.get("secret_access_key")
+    return Keys(key, secret, place.get("session_token") or place.get("token")) if key and secret else None
 
 
 def _root_certificates(client: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
