@@ -78,6 +78,7 @@ class HubServer(Server):
         log: (method, path, headers) of each request.
         busy: Answers to come with status 429, each with its Retry-After in seconds.
         on_revision: Called once the commit of a revision is told.
+        origin: What the links to the next page of a listing begin with.
     """
 
     def __init__(self, host: str = "127.0.0.1", ports: tuple[int, int] = (0, 0)) -> None:
@@ -87,6 +88,7 @@ class HubServer(Server):
         self.log: list[tuple[str, str, dict[str, str]]] = []
         self.busy: list[int] = []
         self.on_revision: Callable[[], object] = lambda: None
+        self.origin = self.url
 
     def asked(self, what: str) -> list[str]:
         """The requests with some text in their path, each with its method."""
@@ -201,7 +203,7 @@ class _HubHandler(_Answering):
         if path and not below:
             return self.send(404, X_Error_Code="EntryNotFound", X_Error_Message="not found")
         begin = int(wanted.get("cursor", ["0"])[0])
-        following = f"{self.server.url}{self.path.partition('&cursor')[0]}&cursor={begin + _PAGE}"
+        following = f"{self.server.origin}{self.path.partition('&cursor')[0]}&cursor={begin + _PAGE}"
         more = {"Link": f'<{following}>; rel="next"'} if begin + _PAGE < len(below) else {}
         return self._json(below[begin : begin + _PAGE], **more)
 

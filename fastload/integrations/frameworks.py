@@ -32,7 +32,7 @@ from fastload import (
 from fastload.comm.group import agree_in, meet
 from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
-from fastload.geometry.dtensors import is_dtensor, local_of
+from fastload.geometry.dtensors import local_of
 from fastload.options import chosen_options
 from fastload.saving.background import await_end
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-import obstore
 from huggingface_hub import constants, get_hf_file_metadata
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -36,7 +35,7 @@ from fastload.errors import CheckpointNotFound, FastloadError, OptionError, Stor
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, hub_blob
 from fastload.storage.location import HTTP, Location, Secrets, locate
-from fastload.storage.obstore import advice, is_transient, make_store
+from fastload.storage.obstore import advice, get_range, is_transient, make_store
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class _Repository:
         """Returns the files below a path, by name relative to it; directories are None."""
         found: dict[str, FileStat | None] = {}
         url = f"tree/{commit}/{quote(path)}".rstrip("/")
-        answer = self._get(url, {"recursive": str(recursive).lower()})
+        answer = self._get(url, [("recursive", str(recursive).lower())])
         start = f"{path}/" if path else ""
         for _ in range(_MAX_PAGES):
             if answer.status_code == _NOT_FOUND:
@@ -142,10 +141,12 @@ class _Repository:
                 for entry in answer.json():
                     name = str(entry["path"]).removeprefix(start)
                     found[name] = _stat(commit, entry) if entry["type"] == "file" else None
-            following = answer.links.get("next", {}).get("url")
-            if following is None:
-                return found
-            answer = self._get(following)
+                following = answer.links.get("next", {}).get("url")
+                if following is None:
+                    return found
+                # The links of a mirror may name the hub itself, so only their query counts.
+                query = parse_qsl(urlsplit(following).query, keep_blank_values=True)
+            answer = self._get(url, query)
         raise StorageError("its listing has too many pages", self._url)
 
     def source(self, commit: str, path: str, content: str) -> _Source:
@@ -176,13 +177,12 @@ class _Repository:
         store = make_store(location, options, attempt_s=self._attempt_s, retry={"max_retries": 0})
         return _Source(store, found.size, [])
 
-    def _get(self, what: str, params: Mapping[str, str] | None = None) -> Any:
+    def _get(self, what: str, query: Sequence[tuple[str, str]] = ()) -> Any:
         """Requests JSON; a path that is not in the repository is status 404."""
-        url = what if "://" in what else self._api(what)
-        if urlsplit(url)[:2] != urlsplit(self._endpoint)[:2]:
-            raise StorageError(f"its listing continues on another host: {url}", self._url)
         with self.errors(self._url):
-            answer = get_session().get(url, headers=self._headers, params=params, timeout=self._attempt_s)
+            answer = get_session().get(
+                self._api(what), headers=self._headers, params=list(query), timeout=self._attempt_s
+            )
             if answer.headers.get("X-Error-Code") != "EntryNotFound":
                 hf_raise_for_status(answer)
             return answer
@@ -411,7 +411,7 @@ class HubStorage(Storage):
         worked = bool(source.tags)
         try:
             with self.secrets.errors(label, offset, nbytes, is_transient=is_transient, advice=advice):
-                result = obstore.get(source.store, "", options={"range": (offset, offset + nbytes)})
+                result = get_range(source.store, "", offset, nbytes)
                 meta, data = result.meta, result.bytes()
             tag = meta.get("e_tag") or ""
             if source.nbytes not in (None, meta["size"]) or (worked and source.tags[0] != tag):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from os import PathLike
@@ -15,6 +16,7 @@ from urllib.parse import quote, unquote
 import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
+    BaseError,
     GenericError,
     InvalidPathError,
     NotSupportedError,
@@ -23,13 +25,15 @@ from obstore.exceptions import (
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
-from obstore.store import HTTPStore, S3Store, from_url
+from obstore.store import AzureStore, HTTPStore, from_url
 
 from fastload.errors import OptionError, StorageError
-from fastload.options import Patience, environment
+from fastload.options import Patience
+from fastload.storage.azure import url_of, wait_for_copy
 from fastload.storage.base import HEAD_BYTES, FileStat, Folder, Names, ObjectWriter, WritableStorage, is_page
-from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate, name_of
+from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
+from fastload.storage.s3_settings import S3Settings, is_on, resolve
 
 T = TypeVar("T")
 
@@ -44,16 +48,15 @@ _CLIENT_OPTIONS = frozenset(
     """.split()
 )
 
-# Settings by which obstore finds credentials, or does without.
-_OTHER_CREDENTIALS = frozenset(
+_S3 = frozenset("s3 s3a".split())
+# Options of S3 that `S3Settings` replaces.
+_RESOLVED = frozenset(
     """
-    access_key_id container_credentials_full_uri container_credentials_relative_uri skip_signature
-    web_identity_token_file
+    access_key_id bucket default_region endpoint region secret_access_key session_token skip_signature
+    virtual_hosted_style_request
     """.split()
 )
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-# An endpoint that is not a URL crashes obstore at the first request.
-_ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
 # Permanent errors.
 _PERMANENT = (
     FileNotFoundError,
@@ -73,7 +76,13 @@ _PASSING = (408, 409, 429)  # 409: another conditional request is under way
 _NO_RANGES = re.compile(r"Generic \S+ error: Received non-partial response when range requested")
 # obstore searches only the environment, and then asks the cloud's metadata service.
 _NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
-_SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
+_EXPIRED = "<Code>ExpiredToken</Code>"
+_SIGNATURES = frozenset(
+    "q-signature signature x-amz-signature x-goog-signature x-oss-signature x-tos-signature".split()
+)
+# Responses to HEAD of servers that only know GET, and to URLs that are signed for GET.
+_NO_HEAD = (403, 405, 501)
+_NO_SUCH_RANGE = 416
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -81,23 +90,55 @@ _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
 
-def make_store(
-    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
-) -> Any:
-    """Creates an obstore store for a URL.
+@dataclass(frozen=True, repr=False)
+class StoreSettings:
+    """The settings of a location, as `make_store` takes them.
+
+    Attributes:
+        location: The location of the root.
+        config: Options of its obstore store.
+        client: Options of the HTTP client.
+        s3: The settings of a location of S3, for other libraries, too.
+    """
+
+    location: Location
+    config: Mapping[str, Any]
+    client: Mapping[str, Any]
+    s3: S3Settings | None = None
+
+    def make(self, *, retry: Mapping[str, Any]) -> Any:
+        """Creates a store, with retries of obstore's own.
+
+        Raises:
+            OptionError: The store does not accept the URL or an option.
+        """
+        secrets = Secrets(self.location, {**self.config, **self.client})
+        config = {**self.config, "client_options": dict(self.client), "retry_config": retry}
+        try:
+            if self.location.scheme in HTTP:  # obstore would take some host names for S3 or Azure
+                return HTTPStore.from_url(_without_user(self.location.address), **config)
+            return _from_url(_quoted(self.location.address), **config)
+        except BaseException as error:
+            # A panic in obstore is an exception that is not an `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            cause = secrets.clean(error) if isinstance(error, Exception) else None
+            raise OptionError(f"cannot open {self.location}: {secrets.first_line(error)}") from cause
+
+
+def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float) -> StoreSettings:
+    """Finds the settings of a URL.
 
     Args:
         url: URL of the root. User and password of an HTTP URL are sent to the server.
         options: Configuration of the store, in addition to the environment. May include options of the HTTP
             client.
         attempt_s: Longest time in seconds for one request.
-        retry: obstore's own retries.
 
     Raises:
         OptionError: The store does not accept the URL or an option.
     """
     location = locate(url)
-    secrets = Secrets(location, options)
     config = dict(options)
     attempt = timedelta(seconds=attempt_s)
     client: dict[str, Any] = {
@@ -114,35 +155,70 @@ def make_store(
     client |= given
     if (header := basic_auth(location)) is not None:
         client["default_headers"] = _with_header(client.get("default_headers"), "Authorization", header)
-    config |= {"client_options": client, "retry_config": retry}
+    if location.scheme not in _S3:
+        return StoreSettings(location, config, client)
+    # A store that trusts all reads no certificates, and makes no request. It has obstore's names for options.
+    probe = StoreSettings(location, config, {"allow_invalid_certificates": True})
+    config = dict(probe.make(retry={"max_retries": 0}).config)
+    secrets = Secrets(location, options)
+    bucket = location.address.removeprefix(f"{location.scheme}://").partition("/")[0]
     try:
-        if location.scheme in HTTP:  # obstore would take some host names for S3 or Azure
-            return HTTPStore.from_url(_without_user(location.address), **config)
-        store = _from_url(_quoted(location.address), **config)
-        if isinstance(store, S3Store) and (profile := _profile_for(store)) is not None:
-            store = _from_url(_quoted(location.address), credential_provider=profile, **config)
-    except BaseException as error:
-        # A panic in obstore is an exception that is not an `Exception`.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        cause = secrets.clean(error) if isinstance(error, Exception) else None
-        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from cause
-    endpoint = s3_settings(store)["endpoint"] if isinstance(store, S3Store) else None
-    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-        shown = name_of(endpoint)
-        raise OptionError(
-            f"cannot open {location}: endpoint {shown!r} is not a URL such as https://host:9000"
-        )
-    return store
+        s3 = resolve(config, client, bucket)
+        resolved = s3.for_obstore()
+    except OptionError as error:
+        raise OptionError(f"cannot open {location}: {secrets.hide(str(error))}") from None
+    except Exception as error:  # of botocore: files that it cannot read, profiles that are not there
+        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from secrets.clean(error)
+    if s3.root_certificates:
+        client["root_certificate"] = s3.root_certificates
+    kept = {name: value for name, value in config.items() if name not in _RESOLVED}
+    return StoreSettings(location, {**kept, **resolved}, client, s3)
+
+
+def make_store(
+    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
+) -> Any:
+    """Creates an obstore store for a URL.
+
+    Args:
+        url: As for `settings_of`.
+        options: Likewise.
+        attempt_s: Likewise.
+        retry: obstore's own retries.
+
+    Raises:
+        OptionError: The store does not accept the URL or an option.
+    """
+    return settings_of(url, options, attempt_s=attempt_s).make(retry=retry)
 
 
 def is_transient(error: Exception) -> bool:
     """Whether another attempt could succeed after an error of obstore."""
     if not isinstance(error, GenericError):
         return not isinstance(error, _PERMANENT)
-    answer = _STATUS.search(str(error))
-    status = int(answer[1]) if answer is not None else 0
+    status = _status(error)
     return not _lacks_ranges(error) and (not 400 <= status < 500 or status in _PASSING)
+
+
+def _status(error: Exception) -> int:
+    """Returns the status of the response that an error of obstore is about; 0 if there is none."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found is not None else 0
+
+
+def get_range(store: Any, key: str, offset: int, nbytes: int) -> Any:
+    """Requests a range of an object; returns obstore's result, which may hold less if the object ends."""
+    try:
+        return obstore.get(store, key, options={"range": (offset, offset + nbytes)})
+    except (GenericError, NotSupportedError) as error:
+        if offset or not (_lacks_ranges(error) or _status(error) == _NO_SUCH_RANGE):
+            raise
+        # A server may send all of an object if that is what the range covers (RFC 9110, 14.2). An empty one
+        # has no ranges.
+        result = obstore.get(store, key)
+        if result.meta["size"] > nbytes:
+            raise  # without reading the body, which may be of any size
+        return result
 
 
 def advice(error: Exception) -> str:
@@ -155,7 +231,15 @@ def advice(error: Exception) -> str:
         )
     if isinstance(error, GenericError) and _NO_KEYS.search(str(error)):
         return " (no AWS_ACCESS_KEY_ID in the environment, no profile in ~/.aws)"
+    if _EXPIRED in str(error):
+        return " (the session token; those of a profile in ~/.aws are renewed)"
     return ""
+
+
+def _has_expired(error: Exception) -> bool:
+    """Whether a store refuses a session token for its age; responses to HEAD do not say why."""
+    text = str(error)
+    return _EXPIRED in text or ("Error performing HEAD " in text and _status(error) in (400, 403))
 
 
 def _lacks_ranges(error: Exception) -> bool:
@@ -184,33 +268,6 @@ def _quoted(url: str) -> str:
     return f"{scheme}://{host}/{quote(path)}"
 
 
-def _profile_for(store: S3Store) -> Any:
-    """Returns a credential provider for the profile in ~/.aws, if the store has no other credentials.
-
-    obstore does not support profiles: roles, single sign-on, and credential processes.
-    """
-    if _OTHER_CREDENTIALS & {name for name, value in s3_settings(store).items() if value}:
-        return None
-    try:
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        return None
-    session = boto3.session.Session()
-    if not session.available_profiles or session.get_credentials() is None:
-        return None
-    return Boto3CredentialProvider(session)
-
-
-def s3_settings(store: S3Store) -> dict[str, Any]:
-    """Returns the settings of an S3 store: its options, and the environment for the rest."""
-    known: dict[str, Any] = {
-        name.removeprefix("AWS_").lower(): value for name, value in environment("AWS_").items()
-    }
-    known |= store.config
-    return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
-
-
 class ObjectStorage(WritableStorage):
     """Access through obstore, which has its own network threads. HTTP can only be read.
 
@@ -224,6 +281,7 @@ class ObjectStorage(WritableStorage):
 
     Attributes:
         url: URL of the root, for messages.
+        settings: The settings of the store.
         store: The obstore store.
         patience: As given.
 
@@ -239,16 +297,20 @@ class ObjectStorage(WritableStorage):
         self.secrets = Secrets(location, options)
         self._names = names
         self._is_http = location.scheme in HTTP
-        self._is_signed = _is_signed(location, names)
-        self._is_file = self._is_signed or _is_file(location, names)
+        is_signed = _is_signed(location, names)
+        self._takes_head = not is_signed
+        self._is_file = is_signed or _is_file(location, names)
         # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
-        self._make = partial(make_store, root, options, attempt_s=patience.attempt_s)
+        self.settings = settings_of(root, options, attempt_s=patience.attempt_s)
         # Without retries of obstore: those of fastload know the deadline and all transient errors.
-        self.store: Any = self._make(retry={"max_retries": 0})
+        self.store: Any = self.settings.make(retry={"max_retries": 0})
+        s3 = self.settings.s3
         # Buckets list objects in order, except directory buckets of S3.
-        self._is_sorted = not (isinstance(self.store, S3Store) and s3_settings(self.store).get("s3_express"))
+        self._is_sorted = s3 is None or not is_on(s3.options.get("s3_express"))
+        self._credentials = s3.credentials if s3 is not None else None
         self._known: dict[str, FileStat] = {}
+        self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
     def stat(self, name: str) -> FileStat | None:
         if name in self._known:
@@ -281,10 +343,16 @@ class ObjectStorage(WritableStorage):
         return is_page(self._call(name, head))
 
     def _ask_for_stat(self, key: str) -> Any:
-        """Requests size and version; with a signature for GET, by a read of the first byte."""
-        if not self._is_signed:
-            return obstore.head(self.store, key)
-        return obstore.get(self.store, key, options={"range": (0, 1)}).meta
+        """Requests size and version; where only GET is allowed, by a read of the first byte."""
+        if self._takes_head:
+            try:
+                return obstore.head(self.store, key)
+            except (GenericError, PermissionDeniedError, FileNotFoundError) as error:
+                if _status(error) not in _NO_HEAD:
+                    raise
+        meta = get_range(self.store, key, 0, 1).meta
+        self._takes_head = False
+        return meta
 
     def list(self) -> list[str] | None:
         if self._is_file:
@@ -294,14 +362,16 @@ class ObjectStorage(WritableStorage):
             if self._has(first):
                 return [first]
             return next(([name] for name in others if self.stat(name) is not None), None)
-        names = self._call("", self._files)
-        self._known.update(names)
-        return sorted(names) or None
+        found = self._call("", self._objects)
+        # A version other than an ETag may be spelled in another way in the responses to GET.
+        self._known.update({name: _stat(meta) for name, meta in found.items() if meta.get("e_tag")})
+        return sorted(found) or None
 
-    def _files(self, key: str) -> dict[str, FileStat]:
+    def _objects(self, key: str) -> dict[str, Mapping[str, Any]]:
+        """Lists the objects directly below a key, by name."""
         found = obstore.list_with_delimiter(self.store, key or None)["objects"]
         # Some stores and tools keep an empty object with the name of the folder itself.
-        return {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in found if meta["path"] != key}
+        return {meta["path"].rsplit("/", 1)[-1]: meta for meta in found if meta["path"] != key}
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         if self._is_http:
@@ -341,12 +411,12 @@ class ObjectStorage(WritableStorage):
             return
 
         def get(key: str) -> tuple[Any, Any]:
-            result = obstore.get(self.store, key, options={"range": (offset, offset + nbytes)})
+            result = get_range(self.store, key, offset, nbytes)
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)
         found = _stat(meta)
-        if version and found.version != version:
+        if version and not self._is_same(name, found, version):
             raise StorageError(_REPLACED, self.label(name), offset, nbytes)
         self.fill(name, offset, buffers, data, found.nbytes)
 
@@ -355,7 +425,7 @@ class ObjectStorage(WritableStorage):
             # Without a range: some servers ignore one that covers the whole object.
             result = obstore.get(self.store, key)
             found = _stat(result.meta)
-            if (found.nbytes, found.version) != (about.nbytes, about.version):
+            if found.nbytes != about.nbytes or not self._is_same(name, found, about.version):
                 return None
             return bytes(result.bytes())
 
@@ -364,6 +434,36 @@ class ObjectStorage(WritableStorage):
             raise StorageError(_REPLACED, self.label(name), 0, about.nbytes)
         self._count.add(len(data))
         return data
+
+    def _is_same(self, name: str, found: FileStat, version: str) -> bool:
+        """Whether what was read is the object of a version, which may be that of a listing.
+
+        The listings of some gateways have ETags of their own. There, an object is the one that was listed if
+        a listing still has that version, and the object is the same afterwards as when it was read.
+        """
+        if version in (found.version, self._listed.get((name, found.version))):
+            return True
+        if self._is_http:  # which has no listings
+            return False
+        try:
+            listed = self._listed_now(name)
+            now = _stat(self._call(name, self._ask_for_stat))
+        except StorageError as error:
+            if error.transient:
+                raise
+            return False  # there are no listings, or it has been deleted
+        if listed is None or listed.version != version or now.version != found.version:
+            return False
+        # A listing from a cache is older; responses to GET have no fractions of seconds.
+        if abs(listed.modified_s - found.modified_s) >= 1 or listed.nbytes != found.nbytes:
+            return False
+        self._listed[name, found.version] = version
+        return True
+
+    def _listed_now(self, name: str) -> FileStat | None:
+        folder, _, last = self._key(name).rpartition("/")
+        meta = self._call("", lambda _: self._objects(folder)).get(last)
+        return None if meta is None else _stat(meta)
 
     # Saves. Errors are those of obstore
 
@@ -376,10 +476,24 @@ class ObjectStorage(WritableStorage):
             "retry_timeout": timedelta(seconds=self.patience.timeout_s),
             "backoff": {"init_backoff": init, "max_backoff": most, "base": 2},
         }
-        return self._make(retry=retry)
+        return self.settings.make(retry=retry)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return patiently(call, is_transient, self.patience)
+        return patiently(partial(self.renewing, call, _has_expired), is_transient, self.patience)
+
+    def renewing(self, call: Callable[[], T], has_expired: Callable[[Exception], bool]) -> T:
+        """Makes a request, once more if the store says that credentials of a profile have expired."""
+        credentials = self._credentials
+        if credentials is None:
+            return call()
+        number = credentials.number
+        try:
+            return call()
+        except Exception as error:
+            if not has_expired(error):
+                raise
+            credentials.renew(number)
+        return call()
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -406,8 +520,8 @@ class ObjectStorage(WritableStorage):
                 self._ask(partial(obstore.delete, self.store, self._key(name)))
 
     def files(self, folder: str) -> dict[str, int]:
-        found = self._ask(partial(self._files, self._key(folder)))
-        return {name: about.nbytes for name, about in found.items()}
+        found = self._ask(partial(self._objects, self._key(folder)))
+        return {name: meta["size"] for name, meta in found.items()}
 
     def modified_s(self, name: str) -> float:
         try:
@@ -417,8 +531,25 @@ class ObjectStorage(WritableStorage):
 
     def move(self, name: str, to: str) -> None:
         # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
-        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        if isinstance(self.store, AzureStore):
+            self._copy_on_azure(name, to)
+        else:
+            self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
         self.delete([name])
+
+    def _copy_on_azure(self, name: str, to: str) -> None:
+        """Copies an object where the store may go on with it after its response."""
+        address = _quoted(self.settings.location.address)
+        try:
+            url = self._ask(partial(url_of, self.store, address, self._key(to)))
+        except BaseError:  # of a user without the permission, so that nobody could ask for the copy's status
+            writer = self.writer(to)
+            for part in self._ask(partial(obstore.get, self.store, self._key(name))).stream(_WRITER_BYTES):
+                writer.write(memoryview(part))
+            writer.close()
+            return
+        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        wait_for_copy(url, self.settings.client, timeout_s=self.patience.timeout_s)
 
     def writer(self, name: str) -> ObjectWriter:
         writer: ObjectWriter = obstore.open_writer(
@@ -457,7 +588,7 @@ def _is_file(location: Location, names: Names) -> bool:
 
 
 def _is_signed(location: Location, names: Names) -> bool:
-    """Whether a URL is signed for reads of one object, as S3 and Google do.
+    """Whether a URL is signed for reads of one object, as S3, Google and others do.
 
     Raises:
         OptionError: The object names other objects, which the signature does not cover.

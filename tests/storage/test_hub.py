@@ -311,6 +311,30 @@ def test_listings_that_lie(hub: HubServer, checkpoint: Path) -> None:
             storage.read_into("x.safetensors", 0, [memoryview(bytearray(4))], listed.version)
 
 
+def test_a_mirror_whose_links_name_the_hub(
+    hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of its listing all come from the mirror, which alone gets the token."""
+    write_sharded(
+        checkpoint, {f"more{n}.safetensors": [(f"m{n}", "U8", (9,))] for n in range(5)}, index=False
+    )
+    (checkpoint / "model.safetensors.index.json").unlink()
+    hub.repos["org/model"] = Repo(files_in(checkpoint))
+    for origin in ("https://huggingface.invalid", "http://127.0.0.1:9/mirror", "http://[", ""):
+        monkeypatch.setattr(hub, "origin", origin)
+        hub.log.clear()
+        if origin == "http://[":
+            with pytest.raises(StorageError, match="the hub's answer is malformed"):
+                fastload.load("hf://org/model")
+            continue
+        options = {"token": TOKEN}
+        assert_same_bits(fastload.load("hf://org/model", storage_options=options), load_reference(checkpoint))
+        pages = hub.asked("/tree/")
+        assert len(pages) == 3
+        assert all("recursive=false" in page for page in pages)
+        assert ["cursor" in page for page in pages] == [False, True, True]
+
+
 def test_the_page(hub: HubServer, tmp_path: Path) -> None:
     """The block of docs/storage.md."""
     rows = [("layers.0", "U8", (9,)), ("b", "U8", (9,))]
