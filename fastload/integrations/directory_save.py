@@ -142,25 +142,18 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
 
 
 def replace(source: str, target: str) -> None:
-    """Replaces a directory or a link by another one, in one step if the file system can exchange names."""
+    """Replaces a directory, in one step if the file system can exchange names."""
     old = _pending(target, REPLACED)
     if not os.path.lexists(target):
         os.replace(source, target)
     elif _exchange(source, target):
         old = source
     else:
-        _delete(old)
+        shutil.rmtree(old, ignore_errors=True)
         os.replace(target, old)
         os.replace(source, target)
     _sync(os.path.dirname(target))
-    _delete(old)
-
-
-def _delete(path: str) -> None:
-    if os.path.islink(path):
-        os.unlink(path)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchange(source: str, target: str) -> bool:

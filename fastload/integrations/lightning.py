@@ -131,7 +131,8 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
         outline = parts.taken_from(checkpoint)
         self._saves.wait()
         aside = _set_link_aside(os.fspath(filepath)) if self.is_global_zero else ""
-        path, outline, problems = self.broadcast((os.fspath(filepath), outline, self._saves.problems))
+        problems, self._saves.problems = self._saves.problems, []
+        path, outline, problems = self.broadcast((os.fspath(filepath), outline, problems))
         if problems:
             raise FastloadError("; ".join(problems))
         state = parts.put_into(outline)
@@ -145,7 +146,11 @@ class _CollectiveStrategy(_Base):  # type: ignore[misc]
         """Removes a checkpoint, once the save under way is durable; moves links to it on to newer ones."""
         path = os.fspath(filepath)
         path = path if "://" in path else os.path.abspath(path)
-        links = {one.last_model_path: one._last_checkpoint_saved for one in self._callbacks if _links(one)}
+        links = {
+            os.path.abspath(one.last_model_path): os.path.abspath(one._last_checkpoint_saved)
+            for one in self._callbacks
+            if one.save_last == "link" and one.last_model_path and one._last_checkpoint_saved
+        }
         self._saves.once_durable(f"removing {path}", partial(_remove, path, links))
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
@@ -273,10 +278,6 @@ def _bare(optimizer: Any) -> Any:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _links(callback: ModelCheckpoint) -> bool:
-    return bool(callback.save_last == "link" and callback.last_model_path)
-
-
 def _remove(path: str, links: Mapping[str, str]) -> None:
     """Removes a checkpoint or a link.
 
@@ -285,8 +286,8 @@ def _remove(path: str, links: Mapping[str, str]) -> None:
         links: Links to checkpoints → what they are to point to if theirs is removed.
     """
     for link, newest in links.items():
-        if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path) != os.path.abspath(link):
-            _link(os.path.abspath(newest), os.path.abspath(link))
+        if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path):
+            _link(newest, link)
     files = get_filesystem(path)
     if os.path.islink(path):
         os.unlink(path)
@@ -314,7 +315,10 @@ def _link(target: str, link: str) -> None:
     if os.path.lexists(pending):
         os.unlink(pending)
     os.symlink(os.path.relpath(target, folder), pending)
-    replace(pending, link)
+    if os.path.isdir(link) and not os.path.islink(link):
+        replace(pending, link)
+    else:
+        os.replace(pending, link)
 
 
 def _require_supported_model(strategy: Any, trainer: pl.Trainer) -> None:

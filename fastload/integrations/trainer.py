@@ -103,7 +103,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         """Does as ``Trainer``; refuses an optimizer whose states could not be saved later."""
         optimizer = super().create_optimizer(model)
-        require_storable_states([optimizer])
+        require_storable_states([getattr(optimizer, "optimizer", optimizer)])  # what accelerate wraps
         return optimizer
 
     # Saving

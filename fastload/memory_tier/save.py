@@ -21,7 +21,7 @@ from fastload.saving.background import FinishedSave
 from fastload.saving.call import SaveCall
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan
-from fastload.saving.save import BegunSave, finished, finishing, published
+from fastload.saving.save import BegunSave, finished_save, finishing, published_response
 from fastload.saving.write import commit, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
@@ -104,12 +104,12 @@ def finish(call: TierSaveCall, begun: BegunSave) -> FinishedSave:
         def record() -> dict[str, Any]:
             if copies.leads:
                 call.job.record(call.name, list(small_files.items()), manifest)
-            return published(call, begun, plan, written, own, began)
+            return published_response(call, begun, plan, written, own, began)
 
         responses = world.agree(f"{call.what}: recording", record)
     if copies.leads:
         call.job.retire(call.name)
-    return finished(call, _report(call, plan, copies, responses), responses)
+    return finished_save(call, _report(call, plan, copies, responses), responses)
 
 
 def _report(

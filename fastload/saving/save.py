@@ -242,7 +242,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
         published = world.agree(f"{call.what}: publishing", publish)
     finally:
         call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
-    return finished(call, _report(call, planned, published), published)
+    return finished_save(call, _report(call, planned, published), published)
 
 
 def _publish(
@@ -260,10 +260,10 @@ def _publish(
     if world.rank == plan.group.leader:
         own = commit(call, plan, written, agreed, planned.delta)
         call.tracing.add("commit", began)
-    return published(call, begun, plan, written, own, began, waited_s)
+    return published_response(call, begun, plan, written, own, began, waited_s)
 
 
-def published(
+def published_response(
     call: SaveCall,
     begun: BegunSave,
     plan: SavePlan,
@@ -303,13 +303,13 @@ def published(
     return {"rank": Each(rank.pack()), "own": sizes, "listens": call.options.on_report is not None}
 
 
-def finished(call: SaveCall, report: SaveReport, responses: Sequence[dict[str, Any]]) -> FinishedSave:
+def finished_save(call: SaveCall, report: SaveReport, responses: Sequence[dict[str, Any]]) -> FinishedSave:
     """Returns a save whose checkpoint exists.
 
     Args:
         call: The call.
         report: Its report.
-        responses: `published` of all ranks.
+        responses: `published_response` of all ranks.
     """
     world = call.world
     some_listen = any(each["listens"] for each in kinds_of(responses))
