@@ -140,7 +140,7 @@ def differ(tensor: Tensor, start: int, elements: Tensor) -> bool:
     return False
 
 
-def all_differ(target: Tensor, source: Tensor) -> bool:
+def any_differ(target: Tensor, source: Tensor) -> bool:
     """Whether any element of a tensor has other bits than a copy of another one has there."""
     count = target.numel()
     for start in range(0, count, _COMPARED_ELEMENTS):
@@ -166,7 +166,10 @@ def find_aliases(tensors: Sequence[Tensor]) -> list[list[int]]:
             if not tensor.is_contiguous():
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 nbytes = tensor.itemsize * (1 + sum((count - 1) * stride for count, stride in steps))
-            begin, device = tensor.data_ptr(), 0 if tensor.is_cpu else 1 + (tensor.device.index or 0)
+            try:
+                begin, device = tensor.data_ptr(), 0 if tensor.is_cpu else 1 + (tensor.device.index or 0)
+            except RuntimeError:  # a subclass without memory of its own
+                continue
             spans.append((device, begin, begin + nbytes, index))
     spans.sort()
     found: list[list[int]] = []

@@ -27,7 +27,7 @@ from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.aliases import (
     Alias,
     AliasedMemory,
-    all_differ,
+    any_differ,
     copy_elements,
     differing_line,
     find_aliases,
@@ -63,7 +63,7 @@ class Copy(NamedTuple):
     @property
     def is_lost(self) -> bool:
         """Whether something else has been written over it since."""
-        return all_differ(self.target.detach(), self._values)
+        return any_differ(self.target.detach(), self._values)
 
     @property
     def _values(self) -> Tensor:
