@@ -49,7 +49,7 @@ class AliasedMemory:
             differing_line(self._names[one], self._names[other]) for one, other in sorted(self._differing)
         ]
 
-    def claim(self, begin: int, end: int, number: int) -> Iterator[tuple[int, int, int | None]]:
+    def assign(self, begin: int, end: int, number: int) -> Iterator[tuple[int, int, int | None]]:
         """Notes that bytes are written for a tensor, except where another one has been written.
 
         Args:
@@ -112,7 +112,7 @@ class Alias(NamedTuple):
             start, target, values = start * target.itemsize, byte_view(target), byte_view(values)
         size = target.itemsize
         first = target.data_ptr() + start * size
-        for begin, end, other in self.memory.claim(first, first + values.nbytes, self.number):
+        for begin, end, other in self.memory.assign(first, first + values.nbytes, self.number):
             part = values[(begin - first) // size : (end - first) // size]
             at = start + (begin - first) // size
             if other is None:
