@@ -34,6 +34,7 @@ SUFFIX = ".safetensors"
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """The names of transformers for files of torch.save."""
 BIN_SHARD = re.compile(r"pytorch_model-\d+-of-\d+\.bin")
+"""One of several files, which their index names."""
 INDEX_SUFFIX = ".safetensors.index.json"
 MODEL_STEM = "model"
 """The first part of the names of the files of a save."""

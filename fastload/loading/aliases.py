@@ -49,7 +49,7 @@ class AliasedMemory:
             differing_line(self._names[one], self._names[other]) for one, other in sorted(self._differing)
         ]
 
-    def claim(self, begin: int, end: int, number: int) -> Iterator[tuple[int, int, int | None]]:
+    def assign(self, begin: int, end: int, number: int) -> Iterator[tuple[int, int, int | None]]:
         """Notes that bytes are written for a tensor, except where another one has been written.
 
         Args:
@@ -112,7 +112,7 @@ class Alias(NamedTuple):
             start, target, values = start * target.itemsize, byte_view(target), byte_view(values)
         size = target.itemsize
         first = target.data_ptr() + start * size
-        for begin, end, other in self.memory.claim(first, first + values.nbytes, self.number):
+        for begin, end, other in self.memory.assign(first, first + values.nbytes, self.number):
             part = values[(begin - first) // size : (end - first) // size]
             at = start + (begin - first) // size
             if other is None:
@@ -140,7 +140,7 @@ def differ(tensor: Tensor, start: int, elements: Tensor) -> bool:
     return False
 
 
-def all_differ(target: Tensor, source: Tensor) -> bool:
+def any_differ(target: Tensor, source: Tensor) -> bool:
     """Whether any element of a tensor has other bits than a copy of another one has there."""
     count = target.numel()
     for start in range(0, count, _COMPARED_ELEMENTS):
@@ -166,7 +166,10 @@ def find_aliases(tensors: Sequence[Tensor]) -> list[list[int]]:
             if not tensor.is_contiguous():
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 nbytes = tensor.itemsize * (1 + sum((count - 1) * stride for count, stride in steps))
-            begin, device = tensor.data_ptr(), 0 if tensor.is_cpu else 1 + (tensor.device.index or 0)
+            try:
+                begin, device = tensor.data_ptr(), 0 if tensor.is_cpu else 1 + (tensor.device.index or 0)
+            except RuntimeError:  # a subclass without memory of its own
+                continue
             spans.append((device, begin, begin + nbytes, index))
     spans.sort()
     found: list[list[int]] = []

@@ -26,7 +26,7 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
 from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
 from fastload.geometry.dtensors import is_dtensor
-from fastload.loading.aliases import FOUND_LATE, all_differ, differing_line, raise_differing
+from fastload.loading.aliases import FOUND_LATE, any_differ, differing_line, raise_differing
 from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.modules import (
     TensorSlot,
@@ -311,7 +311,7 @@ def _lost(module: ModuleRestore, given: Mapping[str, Any]) -> list[str]:
     for tensors in tied.values():
         if len(tensors) < 2 or any(is_dtensor(tensor) for tensor in tensors.values()):
             continue
-        kept = [name for name, tensor in tensors.items() if not all_differ(tensor, given[name])]
+        kept = [name for name, tensor in tensors.items() if not any_differ(tensor, given[name])]
         lines += [differing_line(kept[0], name) for name in tensors if kept and name not in kept]
     return lines
 

@@ -27,7 +27,7 @@ from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.aliases import (
     Alias,
     AliasedMemory,
-    all_differ,
+    any_differ,
     copy_elements,
     differing_line,
     find_aliases,
@@ -63,7 +63,7 @@ class Copy(NamedTuple):
     @property
     def is_lost(self) -> bool:
         """Whether something else has been written over it since."""
-        return all_differ(self.target.detach(), self._values)
+        return any_differ(self.target.detach(), self._values)
 
     @property
     def _values(self) -> Tensor:
@@ -73,7 +73,7 @@ class Copy(NamedTuple):
         return source
 
 
-class _Claim(NamedTuple):
+class _Target(NamedTuple):
     """A tensor of the checkpoint, or a box of it, and the tensor to fill; see `DestinationBuilder.add`."""
 
     entry: TensorEntry
@@ -99,7 +99,7 @@ class DestinationBuilder:
         self.dequantizers: list[Dequantizer] = []
         self.aliases: list[AliasedMemory] = []
         self._manifest = manifest
-        self._claims: list[_Claim] = []
+        self._targets: list[_Target] = []
         self._of_pieces: list[Copy] = []  # of elements that are stored once for a dimension
 
     @property
@@ -116,7 +116,7 @@ class DestinationBuilder:
             tensor: The tensor to fill, of the shape of the box.
             box: A box that is not empty; None for the complete tensor.
         """
-        self._claims.append(_Claim(entry, stored, tensor, box))
+        self._targets.append(_Target(entry, stored, tensor, box))
 
     def build(self) -> list[Destination]:
         """Returns the destinations in the order of `Manifest.extents`.
@@ -124,21 +124,21 @@ class DestinationBuilder:
         Raises:
             MemoryError: Stand-ins for what cannot be compared in shared memory do not fit into memory.
         """
-        claims, later = self._claims, self.copies
-        groups = find_aliases([*(claim.tensor for claim in claims), *(copy.target for copy in later)])
+        targets, later = self._targets, self.copies
+        groups = find_aliases([*(target.tensor for target in targets), *(copy.target for copy in later)])
         shared = {index for group in groups for index in group}
-        made = {index: self._make(claim) for index, claim in enumerate(claims) if index not in shared}
+        made = {index: self._make(target) for index, target in enumerate(targets) if index not in shared}
         restored: list[Copy] = []
         for group in groups:
-            own = {index: claims[index] for index in group if index < len(claims)}
+            own = {index: targets[index] for index in group if index < len(targets)}
             if len(own) < len(group) or (found := self._share(list(own.values()))) is None:
                 rivals: list[Copy] = []
-                found = [self._make_apart(claim, restored, rivals) for claim in own.values()]
+                found = [self._make_apart(target, restored, rivals) for target in own.values()]
                 for index in group[len(own) :]:
-                    later[index - len(claims)] = later[index - len(claims)]._replace(rivals=rivals)
+                    later[index - len(targets)] = later[index - len(targets)]._replace(rivals=rivals)
             made |= zip(own, found, strict=True)
         self.copies = [*self._of_pieces, *restored, *later]
-        destinations = [each for index in range(len(claims)) for each in made[index]]
+        destinations = [each for index in range(len(targets)) for each in made[index]]
         extents = self._manifest.extents
         if extents is not self._manifest.tensors:
             places = {id(extent): place for place, extent in enumerate(extents)}
@@ -162,19 +162,20 @@ class DestinationBuilder:
                 copy.rivals.append(copy)
         raise_differing(self._manifest.url, list(differing))
 
-    def _share(self, claims: Sequence[_Claim]) -> list[list[Destination]] | None:
+    def _share(self, targets: Sequence[_Target]) -> list[list[Destination]] | None:
         """Makes destinations that share memory; None if what arrives cannot be compared with that.
 
         It can if all are contiguous, or all have the same shape and strides.
         """
-        names = [claim.entry.name for claim in claims]
+        names = [target.entry.name for target in targets]
         if len(set(names)) < len(names):
-            names = [f"{claim.entry.name} {list(claim.box.offsets if claim.box else ())}" for claim in claims]
+            offsets = [list(target.box.offsets if target.box else ()) for target in targets]
+            names = [f"{name} {at}" for name, at in zip(names, offsets, strict=True)]
         num_copies, num_dequantizers = len(self._of_pieces), len(self.dequantizers)
-        made = [self._make(claim) for claim in claims]
-        tensors = [each.tensor for of_claim in made for each in of_claim]
+        made = [self._make(target) for target in targets]
+        tensors = [each.tensor for of_target in made for each in of_target]
         are_contiguous = all(one.is_contiguous() for one in tensors)
-        are_same = len(tensors) == len(claims) and len({(identity(one), one.dtype) for one in tensors}) == 1
+        are_same = len(tensors) == len(targets) and len({(identity(one), one.dtype) for one in tensors}) == 1
         is_lazy = any(one.is_conj() or one.is_neg() for one in tensors)
         has_more = len(self._of_pieces) > num_copies or len(self.dequantizers) > num_dequantizers
         if not (are_contiguous or are_same) or is_lazy or has_more:
@@ -182,25 +183,25 @@ class DestinationBuilder:
             return None
         self.aliases.append(memory := AliasedMemory(names))
         return [
-            [replace(each, alias=Alias(memory, number)) for each in of_claim]
-            for number, of_claim in enumerate(made)
+            [replace(each, alias=Alias(memory, number)) for each in of_target]
+            for number, of_target in enumerate(made)
         ]
 
-    def _make_apart(self, claim: _Claim, copies: list[Copy], rivals: list[Copy]) -> list[Destination]:
+    def _make_apart(self, target: _Target, copies: list[Copy], rivals: list[Copy]) -> list[Destination]:
         """Makes destinations in new memory, which is copied later."""
-        tensor = claim.tensor.detach()
+        tensor = target.tensor.detach()
         stand_in = allocate(tensor.shape, tensor.dtype, tensor.device)
-        copies.append(Copy(claim.entry.name, tensor, stand_in, rivals))
-        return self._make(claim._replace(tensor=stand_in))
+        copies.append(Copy(target.entry.name, tensor, stand_in, rivals))
+        return self._make(target._replace(tensor=stand_in))
 
-    def _make(self, claim: _Claim) -> list[Destination]:
+    def _make(self, target: _Target) -> list[Destination]:
         """Makes the destinations of a tensor or a box."""
-        entry, stored, tensor, box = claim
+        entry, stored, tensor, box = target
         if isinstance(entry, QuantizedWeight):
             box = Box.whole(tensor.shape) if box is None else box
             self.dequantizers.append(dequantizer := Dequantizer(entry, tensor.detach(), box))
             parts = [
-                _Claim(each.entry, each.memory.dtype, each.memory, each.box) for each in dequantizer.parts
+                _Target(each.entry, each.memory.dtype, each.memory, each.box) for each in dequantizer.parts
             ]
             made = [each for part in parts for each in self._make(part)]
             return [replace(each, dequantizer=dequantizer) for each in made]

@@ -17,7 +17,7 @@ from fastload.errors import MismatchError
 from fastload.loading.aliases import AliasedMemory, find_aliases
 
 
-def test_claims_are_those_of_a_model_by_the_byte() -> None:
+def test_assignments_are_those_of_a_model_by_the_byte() -> None:
     for seed in range(200):
         draw = random.Random(seed)
         memory, model = AliasedMemory("abc"), dict[int, int]()
@@ -26,7 +26,7 @@ def test_claims_are_those_of_a_model_by_the_byte() -> None:
             end, number = begin + draw.randrange(20), draw.randrange(3)
             found = {
                 at: other
-                for first, last, other in memory.claim(begin, end, number)
+                for first, last, other in memory.assign(begin, end, number)
                 for at in range(first, last)
             }
             expected = {
@@ -40,7 +40,7 @@ def test_claims_are_those_of_a_model_by_the_byte() -> None:
     assert memory.differing == ["a and c go into the same memory, but have different values"]
     memory.reset()
     assert memory.differing == []
-    assert list(memory.claim(0, 60, 1)) == [(0, 60, None)]
+    assert list(memory.assign(0, 60, 1)) == [(0, 60, None)]
 
 
 def test_only_views_with_common_elements_are_found() -> None:

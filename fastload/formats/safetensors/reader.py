@@ -204,13 +204,18 @@ def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
     limit = min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES)
     if length > limit:
         # Files of other kinds end here.
-        if instead := what_instead(storage, name, nbytes):
+        if _is_text(prefix) and (instead := what_instead(storage, name, nbytes)):
             raise ManifestError(f"{url}: {instead}")
         raise ManifestError(
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {nbytes}); the file starts with {prefix!r}"
         )
     return read_bytes(storage, name, LENGTH_BYTES, length)
+
+
+def _is_text(prefix: bytes) -> bool:
+    text = prefix.rstrip(b"\0").lstrip(b"\xef\xbb\xbf \t\r\n")
+    return text.isascii() and text.decode().isprintable()
 
 
 def _select(
