@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from os import PathLike
@@ -23,13 +24,14 @@ from obstore.exceptions import (
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
-from obstore.store import HTTPStore, S3Store, from_url
+from obstore.store import HTTPStore, from_url
 
 from fastload.errors import OptionError, StorageError
-from fastload.options import Patience, environment
+from fastload.options import Patience
 from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage
-from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate, name_of
+from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
+from fastload.storage.s3_settings import S3Settings, is_on, resolve
 
 T = TypeVar("T")
 
@@ -44,16 +46,15 @@ _CLIENT_OPTIONS = frozenset(
     """.split()
 )
 
-# Settings by which obstore finds credentials, or does without.
-_OTHER_CREDENTIALS = frozenset(
+_S3 = frozenset("s3 s3a".split())
+# Options of S3 that `S3Settings` replaces.
+_RESOLVED = frozenset(
     """
-    access_key_id container_credentials_full_uri container_credentials_relative_uri skip_signature
-    web_identity_token_file
+    access_key_id bucket default_region endpoint region secret_access_key session_token skip_signature
+    virtual_hosted_style_request
     """.split()
 )
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-# An endpoint that is not a URL crashes obstore at the first request.
-_ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
 # Permanent errors.
 _PERMANENT = (
     FileNotFoundError,
@@ -73,6 +74,7 @@ _PASSING = (408, 409, 429)  # 409: another conditional request is under way
 _NO_RANGES = re.compile(r"Generic \S+ error: Received non-partial response when range requested")
 # obstore searches only the environment, and then asks the cloud's metadata service.
 _NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
+_EXPIRED = "<Code>ExpiredToken</Code>"
 _SIGNATURES = frozenset(
     "q-signature signature x-amz-signature x-goog-signature x-oss-signature x-tos-signature".split()
 )
@@ -86,23 +88,55 @@ _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
 
-def make_store(
-    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
-) -> Any:
-    """Creates an obstore store for a URL.
+@dataclass(frozen=True, repr=False)
+class StoreSettings:
+    """The settings of a location, as `make_store` takes them.
+
+    Attributes:
+        location: The location of the root.
+        config: Options of its obstore store.
+        client: Options of the HTTP client.
+        s3: The settings of a location of S3, for other libraries, too.
+    """
+
+    location: Location
+    config: Mapping[str, Any]
+    client: Mapping[str, Any]
+    s3: S3Settings | None = None
+
+    def make(self, *, retry: Mapping[str, Any]) -> Any:
+        """Creates a store, with retries of obstore's own.
+
+        Raises:
+            OptionError: The store does not accept the URL or an option.
+        """
+        secrets = Secrets(self.location, {**self.config, **self.client})
+        config = {**self.config, "client_options": dict(self.client), "retry_config": retry}
+        try:
+            if self.location.scheme in HTTP:  # obstore would take some host names for S3 or Azure
+                return HTTPStore.from_url(_without_user(self.location.address), **config)
+            return _from_url(_quoted(self.location.address), **config)
+        except BaseException as error:
+            # A panic in obstore is an exception that is not an `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            cause = secrets.clean(error) if isinstance(error, Exception) else None
+            raise OptionError(f"cannot open {self.location}: {secrets.first_line(error)}") from cause
+
+
+def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float) -> StoreSettings:
+    """Finds the settings of a URL.
 
     Args:
         url: URL of the root. User and password of an HTTP URL are sent to the server.
         options: Configuration of the store, in addition to the environment. May include options of the HTTP
             client.
         attempt_s: Longest time in seconds for one request.
-        retry: obstore's own retries.
 
     Raises:
         OptionError: The store does not accept the URL or an option.
     """
     location = locate(url)
-    secrets = Secrets(location, options)
     config = dict(options)
     attempt = timedelta(seconds=attempt_s)
     client: dict[str, Any] = {
@@ -119,26 +153,46 @@ def make_store(
     client |= given
     if (header := basic_auth(location)) is not None:
         client["default_headers"] = _with_header(client.get("default_headers"), "Authorization", header)
-    config |= {"client_options": client, "retry_config": retry}
+    if location.scheme not in _S3:
+        return StoreSettings(location, config, client)
+    # A store that trusts all reads no certificates, and makes no request. It has obstore's names for options.
+    probe = StoreSettings(location, config, {"allow_invalid_certificates": True})
+    config = {**probe.make(retry={"max_retries": 0}).config, **_provider_in(config)}
+    secrets = Secrets(location, options)
+    bucket = location.address.removeprefix(f"{location.scheme}://").partition("/")[0]
     try:
-        if location.scheme in HTTP:  # obstore would take some host names for S3 or Azure
-            return HTTPStore.from_url(_without_user(location.address), **config)
-        store = _from_url(_quoted(location.address), **config)
-        if isinstance(store, S3Store) and (profile := _profile_for(store)) is not None:
-            store = _from_url(_quoted(location.address), credential_provider=profile, **config)
-    except BaseException as error:
-        # A panic in obstore is an exception that is not an `Exception`.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        cause = secrets.clean(error) if isinstance(error, Exception) else None
-        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from cause
-    endpoint = s3_settings(store)["endpoint"] if isinstance(store, S3Store) else None
-    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-        shown = name_of(endpoint)
-        raise OptionError(
-            f"cannot open {location}: endpoint {shown!r} is not a URL such as https://host:9000"
-        )
-    return store
+        s3 = resolve(config, client, bucket)
+        resolved = s3.for_obstore()
+    except OptionError as error:
+        raise OptionError(f"cannot open {location}: {secrets.hide(str(error))}") from None
+    except Exception as error:  # of botocore: files that it cannot read, profiles that are not there
+        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from secrets.clean(error)
+    if s3.root_certificates:
+        client["root_certificate"] = s3.root_certificates
+    kept = {name: value for name, value in config.items() if name not in _RESOLVED}
+    return StoreSettings(location, {**kept, **resolved}, client, s3)
+
+
+def _provider_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the option that obstore does not count among the configuration of a store."""
+    return {name: value for name, value in config.items() if name == "credential_provider" and value}
+
+
+def make_store(
+    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
+) -> Any:
+    """Creates an obstore store for a URL.
+
+    Args:
+        url: As for `settings_of`.
+        options: Likewise.
+        attempt_s: Likewise.
+        retry: obstore's own retries.
+
+    Raises:
+        OptionError: The store does not accept the URL or an option.
+    """
+    return settings_of(url, options, attempt_s=attempt_s).make(retry=retry)
 
 
 def is_transient(error: Exception) -> bool:
@@ -180,7 +234,15 @@ def advice(error: Exception) -> str:
         )
     if isinstance(error, GenericError) and _NO_KEYS.search(str(error)):
         return " (no AWS_ACCESS_KEY_ID in the environment, no profile in ~/.aws)"
+    if _EXPIRED in str(error):
+        return " (the session token; those of a profile in ~/.aws are renewed)"
     return ""
+
+
+def _has_expired(error: Exception) -> bool:
+    """Whether a store refuses a session token for its age; responses to HEAD do not say why."""
+    text = str(error)
+    return _EXPIRED in text or ("Error performing HEAD " in text and _status(error) == 400)
 
 
 def _lacks_ranges(error: Exception) -> bool:
@@ -209,33 +271,6 @@ def _quoted(url: str) -> str:
     return f"{scheme}://{host}/{quote(path)}"
 
 
-def _profile_for(store: S3Store) -> Any:
-    """Returns a credential provider for the profile in ~/.aws, if the store has no other credentials.
-
-    obstore does not support profiles: roles, single sign-on, and credential processes.
-    """
-    if _OTHER_CREDENTIALS & {name for name, value in s3_settings(store).items() if value}:
-        return None
-    try:
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        return None
-    session = boto3.session.Session()
-    if not session.available_profiles or session.get_credentials() is None:
-        return None
-    return Boto3CredentialProvider(session)
-
-
-def s3_settings(store: S3Store) -> dict[str, Any]:
-    """Returns the settings of an S3 store: its options, and the environment for the rest."""
-    known: dict[str, Any] = {
-        name.removeprefix("AWS_").lower(): value for name, value in environment("AWS_").items()
-    }
-    known |= store.config
-    return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
-
-
 class ObjectStorage(WritableStorage):
     """Access through obstore, which has its own network threads. HTTP can only be read.
 
@@ -249,6 +284,7 @@ class ObjectStorage(WritableStorage):
 
     Attributes:
         url: URL of the root, for messages.
+        settings: The settings of the store.
         store: The obstore store.
         patience: As given.
 
@@ -269,11 +305,13 @@ class ObjectStorage(WritableStorage):
         self._is_file = is_signed or _is_file(location, names)
         # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
-        self._make = partial(make_store, root, options, attempt_s=patience.attempt_s)
+        self.settings = settings_of(root, options, attempt_s=patience.attempt_s)
         # Without retries of obstore: those of fastload know the deadline and all transient errors.
-        self.store: Any = self._make(retry={"max_retries": 0})
+        self.store: Any = self.settings.make(retry={"max_retries": 0})
+        s3 = self.settings.s3
         # Buckets list objects in order, except directory buckets of S3.
-        self._is_sorted = not (isinstance(self.store, S3Store) and s3_settings(self.store).get("s3_express"))
+        self._is_sorted = s3 is None or not is_on(s3.options.get("s3_express"))
+        self._credentials = s3.credentials if s3 is not None else None
         self._known: dict[str, FileStat] = {}
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
@@ -425,10 +463,24 @@ class ObjectStorage(WritableStorage):
             "retry_timeout": timedelta(seconds=self.patience.timeout_s),
             "backoff": {"init_backoff": init, "max_backoff": most, "base": 2},
         }
-        return self._make(retry=retry)
+        return self.settings.make(retry=retry)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return patiently(call, is_transient, self.patience)
+        return patiently(partial(self.renewing, call, _has_expired), is_transient, self.patience)
+
+    def renewing(self, call: Callable[[], T], has_expired: Callable[[Exception], bool]) -> T:
+        """Makes a request, once more if the store says that credentials of a profile have expired."""
+        credentials = self._credentials
+        if credentials is None:
+            return call()
+        number = credentials.number
+        try:
+            return call()
+        except Exception as error:
+            if not has_expired(error):
+                raise
+            credentials.renew(number)
+        return call()
 
     def get(self, name: str) -> bytes | None:
         try:

@@ -25,15 +25,15 @@ registered_storages: dict[str, Callable[..., Any]] = {}
 """What opens the storage of a URL scheme, as users registered it."""
 
 making_client = ProcessLock()
-"""Held while the boto3 session creates a client, which is not thread-safe."""
+"""Held while a client of boto3 is created: what its sessions share is not thread-safe."""
 
 
 @cache
-def boto3_session() -> Any:
-    """Returns the one session. Its description of S3 takes most of a second to read."""
-    import boto3
+def aws_descriptions() -> Any:
+    """Returns the one loader of botocore. Its description of S3 takes most of a second to read."""
+    import botocore.loaders
 
-    return boto3.session.Session()
+    return botocore.loaders.create_loader(os.environ.get("AWS_DATA_PATH"))
 
 
 @lru_cache(256)  # messages

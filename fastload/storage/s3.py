@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
+import os
+import ssl
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from fastload.base.memory import round_up
 from fastload.base.threads import in_threads, within
@@ -18,9 +22,10 @@ from fastload.options import Patience
 from fastload.storage.base import Names
 from fastload.storage.location import Location
 from fastload.storage.object_target import Keys
-from fastload.storage.obstore import ObjectStorage, s3_settings
-from fastload.storage.process import boto3_session, making_client
+from fastload.storage.obstore import ObjectStorage, StoreSettings
+from fastload.storage.process import making_client
 from fastload.storage.retry import patiently
+from fastload.storage.s3_settings import is_on, new_session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -49,9 +54,32 @@ class S3Storage(ObjectStorage):
     """
 
     def __init__(self, root: Location, names: Names, options: Mapping[str, Any], patience: Patience) -> None:
+        if importlib.util.find_spec("botocore") is None:
+            raise OptionError("saving to S3 needs boto3: pip install 'fastload-torch[remote]'")
         super().__init__(root, names, options, patience)
-        self.client = make_client(root.url, self.store, attempt_s=patience.attempt_s)
         self.bucket, _, self._prefix = root.address.removeprefix(f"{root.scheme}://").partition("/")
+        s3 = self.settings.s3
+        assert s3 is not None
+        try:
+            s3.require_for_saves()
+        except OptionError as error:
+            raise OptionError(f"cannot save to {root}: {error}") from None
+        self._certificates = _file_of(s3.root_certificates) if s3.root_certificates else None
+        trusted = f"/proc/self/fd/{self._certificates.fileno()}" if self._certificates else None
+        try:
+            self.client = make_client(root.url, self.settings, trusted, attempt_s=patience.attempt_s)
+        except BaseException:
+            self._close_certificates()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self.client.close()
+        self._close_certificates()
+
+    def _close_certificates(self) -> None:
+        if self._certificates is not None:
+            self._certificates.close()
 
     def key(self, key: str) -> str:
         """Returns the full key of a key relative to the root."""
@@ -67,7 +95,7 @@ class S3Storage(ObjectStorage):
         Raises:
             DeadlineExceeded: The request did not end in time.
         """
-        ask = partial(patiently, call, _is_transient, self.patience)
+        ask = partial(patiently, partial(self.renewing, call, _has_expired), _is_transient, self.patience)
         return within(self.patience.timeout_s, f"a request to {self.url}", ask)
 
     def delete_folder(self, folder: str) -> None:
@@ -76,30 +104,32 @@ class S3Storage(ObjectStorage):
         self.ask_s3(partial(self.client.delete_object, **self.named(f"{folder}/")))
 
 
-def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
+def make_client(url: str, settings: StoreSettings, trusted: str | None, *, attempt_s: float) -> Any:
     """Creates a boto3 client with the settings of an obstore store, so that a URL that loads also saves.
 
     Args:
         url: URL of the root, for messages.
-        store: The obstore store.
+        settings: The settings.
+        trusted: Path of a file of certificates to trust; None for those of the system.
         attempt_s: Longest time in seconds without a response.
 
     Raises:
-        OptionError: boto3 is not installed, or does not accept an option.
+        OptionError: boto3 does not accept an option.
     """
-    try:
-        import boto3  # noqa: F401
-        import botocore.config
-    except ImportError as error:
-        raise OptionError("saving to S3 needs boto3: pip install 'fastload-torch[remote]'") from error
-    # Settings that boto3 does not read from the environment, or under other names.
-    known = s3_settings(store)
-    is_on = {"1", "true", "yes", "on", "y"}
-    virtual = str(known.get("virtual_hosted_style_request", "")).lower() in is_on
-    unsigned = str(known.get("skip_signature", "")).lower() in is_on
+    import botocore.config
+
+    s3, client = settings.s3, settings.client
+    assert s3 is not None
+    proxy, agent = client.get("proxy_url"), client.get("user_agent")
     config = botocore.config.Config(
-        signature_version=botocore.UNSIGNED if unsigned else None,
-        s3={"addressing_style": "virtual" if virtual else "path"},
+        signature_version=botocore.UNSIGNED if s3.is_unsigned else None,
+        s3={
+            "addressing_style": "virtual" if s3.is_virtual else "path",
+            "use_accelerate_endpoint": False,
+            "use_dualstack_endpoint": False,
+        },
+        use_dualstack_endpoint=False,
+        use_fips_endpoint=False,
         connect_timeout=attempt_s,  # also the limit of urllib3 while it sends a part
         read_timeout=attempt_s,
         retries={"total_max_attempts": 1},
@@ -107,20 +137,72 @@ def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
         # Not all S3-compatible stores support checksums, and the signature covers the body.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
+        **({"proxies": {"http": proxy, "https": proxy}} if proxy else {}),
+        **({"user_agent": agent} if agent else {}),
     )
+    session = new_session()
+    if s3.credentials is not None:
+        session.register_component("credential_provider", s3.credentials)
+    if metadata := s3.options.get("metadata_endpoint"):
+        session.set_config_variable("ec2_metadata_service_endpoint", metadata)
+    keys: Sequence[str | None] = s3.keys or (None, None, None)
     try:
         with making_client:
-            return boto3_session().client(
+            made = session.create_client(
                 "s3",
                 config=config,
-                region_name=known.get("region") or known.get("default_region") or "us-east-1",
-                endpoint_url=known["endpoint"],
-                aws_access_key_id=known.get("access_key_id"),
-                aws_secret_access_key=known.get("secret_access_key"),
-                aws_session_token=known.get("token") or known.get("session_token"),
+                region_name=s3.region,
+                endpoint_url=s3.endpoint,
+                verify=_verification(client, trusted),
+                aws_access_key_id=keys[0],
+                aws_secret_access_key=keys[1],
+                aws_session_token=keys[2],
             )
     except ValueError as error:  # the base of some errors of botocore
         raise OptionError(f"cannot open {url}: {error}") from error
+    _add(made, s3.object_parameters(), client.get("default_headers") or {})
+    return made
+
+
+def _verification(client: Mapping[str, Any], trusted: str | None) -> str | bool:
+    """Returns which certificates boto3 is to trust: those in a file, its own, or all."""
+    if is_on(client.get("allow_invalid_certificates")):
+        # The user asked for it. urllib3 would warn of each connection.
+        warnings.filterwarnings("ignore", message="Unverified HTTPS request")
+        return False
+    return trusted or _system_certificates() or True
+
+
+def _add(client: Any, parameters: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
+    """Adds parameters and headers to all requests of a client; obstore does not sign such headers either."""
+
+    def add_parameters(params: dict[str, Any], model: Any, **_: object) -> None:
+        params.update(
+            {name: parameters[name] for name in parameters.keys() & model.input_shape.members.keys()}
+        )
+
+    def add_headers(request: Any, **_: object) -> None:
+        for name, value in headers.items():
+            request.headers[name] = value.decode() if isinstance(value, bytes) else value
+
+    client.meta.events.register("provide-client-params.s3", add_parameters)
+    client.meta.events.register("before-send.s3", add_headers)
+
+
+def _file_of(certificates: str) -> IO[bytes]:
+    """Returns a file in memory with certificates, and those of the system: boto3 trusts no others then."""
+    from botocore.httpsession import get_cert_path
+
+    file = os.fdopen(os.memfd_create("fastload-certificates"), "wb")
+    with open(_system_certificates() or get_cert_path(True), "rb") as known:
+        file.write(known.read() + b"\n" + certificates.encode())
+    file.flush()
+    return file
+
+
+def _system_certificates() -> str | None:
+    """Returns the path of the certificates that obstore trusts, such as ``SSL_CERT_FILE``."""
+    return ssl.get_default_verify_paths().cafile
 
 
 def _is_transient(error: Exception) -> bool:
@@ -137,6 +219,10 @@ def error_code(error: BaseException) -> str:
     """Returns the S3 error code; empty for an error that is not from S3."""
     response = getattr(error, "response", {})
     return str(response.get("Error", {}).get("Code", ""))
+
+
+def _has_expired(error: Exception) -> bool:
+    return error_code(error) == "ExpiredToken"
 
 
 class Multipart:
@@ -269,7 +355,7 @@ class Multipart:
         return old
 
     def close(self) -> None:
-        self._client.close()
+        pass  # the client belongs to the bucket
 
 
 class _Body(io.RawIOBase):

@@ -31,6 +31,7 @@ from fastload.storage import locate
 from fastload.storage.s3 import S3Storage
 
 BUCKET = "bucket"
+DOMAIN = "store.test"  # below which SeaweedFS takes buckets as parts of the host name
 KEY, SECRET = "testkey", "testsecret"
 _WEED_PORTS = (
     "master.port master.port.grpc volume.port volume.port.grpc filer.port filer.port.grpc s3.port.grpc"
@@ -77,6 +78,7 @@ def seaweed_server(folder: Path) -> Iterator[dict[str, Any]]:
     port, *others = free_ports(1 + len(_WEED_PORTS))
     command = ["weed", f"-logdir={folder}", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-s3", f"-s3.config={config}", f"-s3.port={port}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += [f"-s3.domainName={DOMAIN}"]
     command += [f"-{name}={free}" for name, free in zip(_WEED_PORTS, others, strict=True)]
     command += ["-master.telemetry=false", "-volume.max=0", "-master.volumeSizeLimitMB=1024"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -25,7 +25,6 @@ from fastload.storage import open_storage, open_target
 from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.obstore import ObjectStorage
-from fastload.storage.process import boto3_session
 from fastload.testing import FILES, StorageContract, WritableStorageContract
 from tests.storage.s3_server import BUCKET, KEY, SECRET, client_of
 
@@ -418,14 +417,12 @@ def test_s3_with_a_profile(seaweed: dict[str, Any], tmp_path: Path, monkeypatch:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
     options = {"endpoint": seaweed["endpoint"], "region": seaweed["region"]}
-    boto3_session.cache_clear()
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/a"
     fastload.save({"a": torch.arange(10)}, url, storage_options=options)
     assert fastload.load(url, storage_options=options)["a"].tolist() == list(range(10))
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(OptionError, match=r"cannot open s3://.*nobody"):
         open_storage(url, NAMES, options)
-    boto3_session.cache_clear()
 
 
 def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
