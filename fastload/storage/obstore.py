@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
+    BaseError,
     GenericError,
     InvalidPathError,
     NotSupportedError,
@@ -24,10 +25,11 @@ from obstore.exceptions import (
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
-from obstore.store import HTTPStore, from_url
+from obstore.store import AzureStore, HTTPStore, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import Patience
+from fastload.storage.azure import url_of, wait_for_copy
 from fastload.storage.base import FileStat, Folder, Names, ObjectWriter, WritableStorage
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
@@ -518,8 +520,25 @@ class ObjectStorage(WritableStorage):
 
     def move(self, name: str, to: str) -> None:
         # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
-        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        if isinstance(self.store, AzureStore):
+            self._copy_on_azure(name, to)
+        else:
+            self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
         self.delete([name])
+
+    def _copy_on_azure(self, name: str, to: str) -> None:
+        """Copies an object where the store may go on with it after its response."""
+        address = _quoted(self.settings.location.address)
+        try:
+            url = self._ask(partial(url_of, self.store, address, self._key(to)))
+        except BaseError:  # of a user without the permission, so that nobody could ask for the copy's status
+            writer = self.writer(to)
+            for part in self._ask(partial(obstore.get, self.store, self._key(name))).stream(_WRITER_BYTES):
+                writer.write(memoryview(part))
+            writer.close()
+            return
+        self._ask(partial(obstore.copy, self.store, self._key(name), self._key(to)))
+        wait_for_copy(url, self.settings.client, timeout_s=self.patience.timeout_s)
 
     def writer(self, name: str) -> ObjectWriter:
         writer: ObjectWriter = obstore.open_writer(
