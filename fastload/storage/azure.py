@@ -72,7 +72,7 @@ def wait_for_copy(url: str, client: Mapping[str, Any], *, timeout_s: float) -> N
             raise StorageError(
                 f"Azure's copy of the uploaded file is {status}: {about or 'it gives no reason'}"
             )
-        if about != seen:
+        if status == "pending" and about != seen:
             until_s, seen = time.monotonic() + timeout_s, about
         if time.monotonic() > until_s:
             state = f"{status} {about}".strip()

@@ -159,7 +159,7 @@ def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt
         return StoreSettings(location, config, client)
     # A store that trusts all reads no certificates, and makes no request. It has obstore's names for options.
     probe = StoreSettings(location, config, {"allow_invalid_certificates": True})
-    config = dict(probe.make(retry={"max_retries": 0}).config)
+    config = {**probe.make(retry={"max_retries": 0}).config, **_provider_in(config)}
     secrets = Secrets(location, options)
     bucket = location.address.removeprefix(f"{location.scheme}://").partition("/")[0]
     try:
@@ -173,6 +173,11 @@ def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt
         client["root_certificate"] = s3.root_certificates
     kept = {name: value for name, value in config.items() if name not in _RESOLVED}
     return StoreSettings(location, {**kept, **resolved}, client, s3)
+
+
+def _provider_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the option that obstore does not count among the configuration of a store."""
+    return {name: value for name, value in config.items() if name == "credential_provider" and value}
 
 
 def make_store(
@@ -239,7 +244,7 @@ def advice(error: Exception) -> str:
 def _has_expired(error: Exception) -> bool:
     """Whether a store refuses a session token for its age; responses to HEAD do not say why."""
     text = str(error)
-    return _EXPIRED in text or ("Error performing HEAD " in text and _status(error) in (400, 403))
+    return _EXPIRED in text or ("Error performing HEAD " in text and _status(error) == 400)
 
 
 def _lacks_ranges(error: Exception) -> bool:

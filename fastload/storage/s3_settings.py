@@ -31,10 +31,10 @@ _LIFETIMES_S = (900, 300, 60, 20, 5, 1)
 _OF_PROVIDERS = frozenset(
     """
     container_authorization_token_file container_credentials_full_uri container_credentials_relative_uri
-    metadata_endpoint role_arn role_session_name web_identity_token_file
+    credential_provider role_arn role_session_name web_identity_token_file
     """.split()
 )
-_NOT_FOR_SAVES = frozenset("http2_only proxy_ca_certificate proxy_excludes sts_endpoint".split())
+_NOT_FOR_SAVES = frozenset("http2_only proxy_ca_certificate proxy_excludes".split())
 
 
 class Keys(NamedTuple):
@@ -125,7 +125,7 @@ class S3Settings:
         credentials: Those of a profile; None if each library finds those of this machine or container.
         root_certificates: Certificates in PEM to trust, too; empty if there are none.
         options: All options of obstore, and variables of the environment, by the names of obstore.
-        given: Names of the options that were arguments.
+        given: Names of the options that were arguments, those of the HTTP client included.
     """
 
     bucket: str
@@ -203,9 +203,9 @@ class S3Settings:
         Raises:
             OptionError: Some cannot.
         """
-        unfit = _NOT_FOR_SAVES & {name for name, value in self.options.items() if value}
-        if self.keys is None and not self.is_unsigned:
-            unfit |= _OF_PROVIDERS & self.given
+        unfit = {name for name in _NOT_FOR_SAVES & self.given if self.options[name]}
+        if self.keys is None and self.credentials is None and not self.is_unsigned:
+            unfit |= (_OF_PROVIDERS & self.given) | ({"sts_endpoint"} & self.options.keys())
         if unfit:
             raise OptionError(
                 f"boto3, which saves to S3, does not take {', '.join(sorted(unfit))}: leave it out, or for "
@@ -238,9 +238,11 @@ def resolve(config: Mapping[str, Any], client: Mapping[str, Any], bucket: str) -
         raise OptionError(f"endpoint {name_of(endpoint)!r} is not a URL such as https://host:9000")
     if endpoint is None:
         _require_own_endpoint({**profile, **of_s3, **variables})
-    keys, is_unsigned = _keys(config, variables), is_on(known.get("skip_signature"))
+    is_unsigned, has_provider = is_on(known.get("skip_signature")), "credential_provider" in config
+    keys = _keys(config, variables) if not has_provider else None
     is_known = keys is not None or is_unsigned or bool(_OF_PROVIDERS & config.keys())
     has_chain = not is_known and session is not None and session.get_credentials() is not None
+    trusts_all = str(endpoint).startswith("http:") or is_on(client.get("allow_invalid_certificates"))
     return S3Settings(
         bucket=bucket,
         endpoint=_without_bucket(endpoint, bucket) if endpoint and is_virtual else endpoint,
@@ -249,9 +251,9 @@ def resolve(config: Mapping[str, Any], client: Mapping[str, Any], bucket: str) -
         is_unsigned=is_unsigned,
         keys=keys,
         credentials=Credentials(session) if has_chain else None,
-        root_certificates="" if str(endpoint).startswith("http:") else _root_certificates(client, profile),
+        root_certificates="" if trusts_all else _root_certificates(client, profile),
         options=known,
-        given=frozenset(config),
+        given=frozenset({**client, **config}),
     )
 
 

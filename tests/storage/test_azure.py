@@ -59,7 +59,7 @@ def test_a_copy_that_fails_is_an_error(server: AzureServer, ends: str) -> None:
 def test_a_copy_without_progress_is_an_error_in_time(server: AzureServer) -> None:
     server.ends = "never"
     with pytest.raises(StorageError, match=r"model\.safetensors: .*stands still for .* s: pending 3/4"):
-        save(server, ACCOUNT, timeout_s=1)
+        save(server, ACCOUNT, timeout_s=8)
     assert "run/step/fastload.json" not in server.blobs
 
 

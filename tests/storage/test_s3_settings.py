@@ -112,7 +112,9 @@ CASES = {
         host=re.escape(DOMAIN),
     ),
     "NO_PROXY": Case(
-        PLAIN, {"HTTP_PROXY": "{other}", "http_proxy": "{other}", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        PLAIN,
+        {**dict.fromkeys(("HTTP_PROXY", "http_proxy"), "{other}"),
+         **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")},
     ),
     "HTTPS_PROXY": Case(PLAIN, {"HTTPS_PROXY": "{other}", "https_proxy": "{other}"}),
     "virtual": Case({"virtual_hosted_style_request": True, **PROXIED}, host=VIRTUAL),
@@ -309,10 +311,19 @@ def test_keys_are_not_used_where_requests_are_not_signed(plain: Gateway, issuer:
         assert not [request for request in plain.log if "authorization" in request.headers]
 
 
-def test_objects_are_encrypted_by_all_requests_that_make_some(plain: Gateway) -> None:
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_objects_are_encrypted_by_all_requests_that_make_some(
+    plain: Gateway, of_environment: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files of tensors come by another library than the others."""
-    options = {**filled(PLAIN, {"plain": plain.url}), "server_side_encryption": "aws:kms"}
-    options |= {"sse_kms_key_id": "key-of-ours", "sse_bucket_key_enabled": True}
+    options = filled(PLAIN, {"plain": plain.url})
+    if of_environment:
+        monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+        monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-of-ours")
+        monkeypatch.setenv("AWS_SSE_BUCKET_KEY_ENABLED", "true")
+    else:
+        options |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": "key-of-ours"}
+        options |= {"sse_bucket_key_enabled": True}
 
     def is_made(request: Request) -> bool:
         return request.method == "POST" or (request.method == "PUT" and "partNumber" not in request.path)
@@ -385,16 +396,29 @@ def test_settings_that_cannot_be_used_are_named(
         {"proxy_ca_certificate": "pem"},
         {"web_identity_token_file": "/token", "role_arn": "arn:aws:iam::1:role/a"},
         {"container_credentials_full_uri": "http://127.0.0.1/a"},
+        {"credential_provider": lambda: {**KEYS, "expires_at": None}},
     ],
     ids=lambda option: next(iter(option)),
 )
 def test_settings_that_only_loads_can_use_are_named_by_saves(option: dict[str, Any]) -> None:
-    keys = KEYS if "role_arn" not in option and "container" not in str(option) else {}
+    of_others = ("role_arn", "container_credentials_full_uri", "credential_provider")
+    keys = {} if any(name in option for name in of_others) else KEYS
     options = {"endpoint": NOBODY, **keys, **option}
     with pytest.raises(OptionError, match=rf"cannot save to s3://bucket/runs: .*{next(iter(option))}"):
         open_target("s3://bucket/runs/a", NAMES, options)
     if "proxy_ca_certificate" not in option:
         open_storage("s3://bucket/runs/a", NAMES, options).close()
+
+
+def test_a_provider_of_the_user_goes_before_keys_of_the_environment(
+    plain: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in KEY_VARIABLES:
+        monkeypatch.setenv(name, "of-the-environment")
+    options = {"endpoint": plain.url, "credential_provider": lambda: {**KEYS, "expires_at": None}}
+    with closing(open_storage(f"s3://{BUCKET}/{uuid.uuid4().hex}", NAMES, options)) as storage:
+        assert storage.list() is None
+    assert all(KEY in request.headers["authorization"] for request in plain.log)
 
 
 # Credentials that expire
