@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 def put(folder: Path, files: dict[str, dict[str, Tensor]]) -> Path:
     folder.mkdir(exist_ok=True)
     for name, tensors in files.items():
-        (torch.save if name.endswith(".bin") else save_file)(tensors, folder / name)  # type: ignore[operator]
+        (torch.save if name.endswith(".bin") else save_file)(tensors, folder / name)
     return folder
 
 

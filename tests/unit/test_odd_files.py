@@ -25,7 +25,8 @@ PAGE = b"<!DOCTYPE html>\n<html><body>moved</body></html>" + b" " * 500
 
 def test_metadata_that_are_null(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    for metadata in (None, {}, [], 0, "", {"a": None}):
+    cases: list[Any] = [None, {}, [], 0, "", {"a": None}]
+    for metadata in cases:
         text = json.dumps({"__metadata__": metadata, "a": entry}).encode()
         content = struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2)
         (tmp_path / "m.safetensors").write_bytes(content)

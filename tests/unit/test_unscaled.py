@@ -46,7 +46,7 @@ def test_weights_without_their_scales(tmp_path: Path, strict: bool) -> None:
     for arguments in ({}, {"dtype": torch.bfloat16}, {"dtype": "bfloat16", "names": ["w.weight"]}):
         model = Model()
         with pytest.raises(MismatchError, match=words) as raised:
-            fastload.load(path, into=model, strict=strict, **arguments)  # type: ignore[arg-type]
+            fastload.load(path, into=model, strict=strict, **arguments)
         assert "strict=False" not in str(raised.value)
     model = Model(torch.float32)
     fastload.load(path, into=model, options=LoadOptions(dequantize=True))
