@@ -450,7 +450,7 @@ def averages(rank: int, world: int, folder: Path) -> None:
         trainer = trainer_of(folder, "ddp", world, in_background=True)
         trainer.fit_loop.max_epochs = num_epochs
         averaging = EMAWeightAveraging(decay=0.9, update_starting_at_epoch=1, update_starting_at_step=100)
-        trainer.callbacks.insert(0, averaging)
+        trainer.callbacks[:] = [averaging, ModelCheckpoint(folder, save_last=True, save_top_k=-1)]
         trainer.fit(Phased(), loader(), ckpt_path="last")
         return averaging
 
@@ -484,7 +484,7 @@ class Shadow(Callback):
 def shadows(rank: int, world: int, folder: Path) -> None:
     trainer = trainer_of(folder, "shards", world, in_background=True)
     shadow = Shadow()
-    trainer.callbacks.insert(0, shadow)
+    trainer.callbacks[:] = [shadow, ModelCheckpoint(folder, save_last=True, save_top_k=-1)]
     trainer.fit(Module(), loader())
     assert isinstance(shadow.saved["net.0.weight"], DTensor)
     expected = {name: tensor.full_tensor() for name, tensor in shadow.saved.items()}
