@@ -92,7 +92,7 @@ _WRITER_REQUESTS = 4
 
 @dataclass(frozen=True, repr=False)
 class StoreSettings:
-    """The settings of a location, as `make_store` takes them.
+    """The settings of a location: what makes its obstore stores, and clients of other libraries.
 
     Attributes:
         location: The location of the root.
@@ -466,6 +466,7 @@ class ObjectStorage(WritableStorage):
         return True
 
     def _listed_now(self, name: str) -> FileStat | None:
+        """Returns what a listing has of a file at this moment; None if it is not there."""
         folder, _, last = self._key(name).rpartition("/")
         meta = self._call("", lambda _: self._objects(folder)).get(last)
         return None if meta is None else _stat(meta)
