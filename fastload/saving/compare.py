@@ -308,7 +308,7 @@ class ShardDigests:
                 memory = allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
             digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = _digest(reader, number, shard, memory)
         if self.how == "small":
-            seed = xxhash.xxh3_64_intdigest(self.occasion.encode())
+            seed = xxhash.xxh3_64_intdigest(self.occasion.encode(errors="surrogateescape"))
             names = layout.space.ranges
             samples = [
                 (at, _sample(number, shard, nbytes, seed))

@@ -199,7 +199,8 @@ def _judge(
             else:
                 values[rank] = value
         if problem:
-            failures.append(f"=== rank {rank} of {job.world} {problem}")
+            text = problem.encode(errors="backslashreplace").decode()  # paths; pytest sends it elsewhere
+            failures.append(f"=== rank {rank} of {job.world} {text}")
         if log and log not in problem:
             print(f"--- output of rank {rank} ---\n{log}", end="")
     return values, failures
