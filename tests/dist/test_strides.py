@@ -129,6 +129,12 @@ def test_equal_replicas_of_other_strides_are_replicas(rank: int, world: int, tmp
     loaded = fastload.load(tmp_path / "a")["x"]
     assert torch.equal(loaded, value)
     assert loaded.stride() == column_major.stride()
+    for first in (0, 1):  # those of the first rank that has it, also where states are merged
+        state = {"x": column_major if rank == first else value, str(rank): value.t()}
+        parts = fastload.SaveOptions(parts=True, overwrite=True)
+        fastload.save(state, tmp_path / "parts", options=parts)
+        expected = column_major if first == 0 else value
+        assert fastload.load(tmp_path / "parts")["x"].stride() == expected.stride()
 
 
 def test_strides_of_a_file_of_torch_save_come_back(tmp_path: Path) -> None:
