@@ -7,6 +7,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,12 +107,14 @@ def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     plain = {name: tensor for name, tensor in tensors.items() if not is_dtensor(tensor)}
     if all(tensor.is_contiguous() for tensor in plain.values()):
         return {}
-    dense = {
-        name: dense_strides(tensor.shape, tensor.stride())
-        for name, tensor in plain.items()
-        if tensor.numel() and NAMES[tensor.dtype] != "F4"  # which is stored in another shape
-    }
-    found = {name: strides for name, strides in dense.items() if strides != row_major(plain[name].shape)}
+    usual = lru_cache(row_major)  # layers are alike
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in plain.items():
+        shape, strides = tensor.shape, tensor.stride()
+        if strides == usual(shape) or not tensor.numel() or NAMES[tensor.dtype] == "F4":
+            continue  # torch stores F4 in another shape
+        if (dense := dense_strides(shape, strides)) != usual(shape):
+            found[name] = dense
     return found if any(_is_permuted(plain[name].shape, strides) for name, strides in found.items()) else {}
 
 

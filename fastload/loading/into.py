@@ -251,10 +251,15 @@ class Pairs:
         dicts = [(module, _state_dict(module, as_stored, loaded)) for module in self.modules]
         lost: list[str] = []
         for module, state in dicts:
-            given = dict(state)
+            given, copies = dict(state), _copies_of_tied(module)
             with _naming(url, module.where):
                 module.module.load_state_dict(state, strict=strict)
             lost += _lost(module, given)
+            lost += [
+                differing_line(one, other)
+                for one, other, slot, copy in copies
+                if any_differ(_current(slot).detach(), copy)
+            ]
         for container, key, value in values:
             container[key] = value
         for part, state in states:
@@ -299,6 +304,30 @@ def _state_dict(module: ModuleRestore, decoder: StateDecoder, loaded: Container[
     if module.metadata is not None:
         state._metadata = module.metadata.build(StateDecoder({}))
     return state
+
+
+def _copies_of_tied(module: ModuleRestore) -> list[tuple[str, str, TensorSlot, Tensor]]:
+    """Returns copies of tensors that were loaded in place, and that `load_state_dict` may overwrite.
+
+    It does if it makes the value of another name of their memory by itself.
+
+    Returns:
+        Name, the other name, the place of the tensor, and its copy.
+    """
+    in_place = {name: source for name, source in module.given.items() if isinstance(source, TensorSlot)}
+    if not in_place or not module.derived:
+        return []
+    others = {identity(_current(module.own[name])): name for name in module.derived}
+    tied = [
+        (name, others[key], slot, _current(slot).detach())
+        for name, slot in in_place.items()
+        if (key := identity(_current(slot))) in others
+    ]
+    return [
+        (name, other, slot, tensor.clone())
+        for name, other, slot, tensor in tied
+        if not (tensor.is_meta or is_dtensor(tensor))
+    ]
 
 
 def _lost(module: ModuleRestore, given: Mapping[str, Any]) -> list[str]:

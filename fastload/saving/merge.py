@@ -194,10 +194,19 @@ def merge_states(
     shard_map = ShardMap(layout, len(forms), by_rank)
     if missing := shard_map.missing():
         _refuse("the ranks together do not have the whole state", missing, outcome)
-    strides = {
-        name: tuple(given) for (*_, of_rank), _ in reversed(variants) for name, given in of_rank.items()
-    }
-    return MergedState(structure, specs, layout, shard_map, meshes, strides)
+    return MergedState(structure, specs, layout, shard_map, meshes, _first_strides(variants))
+
+
+def _first_strides(
+    variants: Sequence[tuple[tuple[Any, Any, Any], Sequence[int]]],
+) -> dict[str, tuple[int, ...]]:
+    """Returns the strides of tensors on the first rank that has them, unless they are row-major there."""
+    found: dict[str, tuple[int, ...]] = {}
+    for (_, specs, strides), _ in reversed(variants):
+        for name, *_ in specs if found else ():
+            found.pop(name, None)
+        found |= {name: tuple(given) for name, given in strides.items()}
+    return found
 
 
 def _merge_forms(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from fastload.base.memory import byte_view, host_view, round_up
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
+from fastload.geometry.box import dense_strides, row_major
 from fastload.geometry.dtensors import is_dtensor, local_of
 from fastload.storage.folders import os_errors, write_all
 
@@ -74,12 +75,14 @@ class _Place(NamedTuple):
         begin: Offset of its first byte.
         dtype: Its dtype.
         shape: Its shape.
+        strides: Its strides in elements, without gaps. The bytes lie in their order.
         wrap: Makes of its view a tensor of the same kind.
     """
 
     begin: int
     dtype: torch.dtype
     shape: torch.Size
+    strides: Sequence[int]
     wrap: Callable[[Tensor], Tensor]
 
 
@@ -107,9 +110,10 @@ def take_tensors(
         try:
             for name, tensor in tensors:
                 _require_new(name, tensor, places, world.rank)
-                local = local_of(tensor)
-                places[name] = _Place(spool.end, local.dtype, local.shape, _wrapper(tensor))
-                _append(world, spool, local)
+                local = local_of(tensor).detach().resolve_conj().resolve_neg()
+                strides = _strides_to_keep(tensor, local)
+                places[name] = _Place(spool.end, local.dtype, local.shape, strides, _wrapper(tensor))
+                _append(world, spool, local, strides)
             data = spool.map()
         finally:
             spool.close()
@@ -152,9 +156,16 @@ def _dtensor_wrapper(tensor: Any) -> Callable[[Tensor], Tensor]:
     return lambda local: unflatten({**kept, _LOCAL: local}, context, shape, stride)
 
 
-def _append(world: World, spool: _Spool, tensor: Tensor) -> None:
+def _strides_to_keep(tensor: Tensor, local: Tensor) -> Sequence[int]:
+    """Returns the strides with which a tensor is saved; shards and empty tensors have none of their own."""
+    has_own = local.numel() and not is_dtensor(tensor)
+    return dense_strides(local.shape, local.stride()) if has_own else row_major(local.shape)
+
+
+def _append(world: World, spool: _Spool, tensor: Tensor, strides: Sequence[int]) -> None:
     """Appends a tensor; a piece at a time from an accelerator, since host memory may be short."""
-    flat = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    flat = byte_view(tensor.permute(order).contiguous())
     for begin in range(0, flat.numel(), _PIECE_BYTES):
         if world.peer_failed():
             raise Interrupted("the save stopped because it failed on another rank")
@@ -167,4 +178,4 @@ def _view(data: memoryview, place: _Place) -> Tensor:
     flat = torch.empty(0, dtype=torch.uint8)
     if nbytes:
         flat = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=place.begin)
-    return place.wrap(flat.view(place.dtype).view(place.shape))
+    return place.wrap(flat.view(place.dtype).as_strided(place.shape, place.strides))

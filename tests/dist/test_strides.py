@@ -111,6 +111,17 @@ def test_strides_survive_in_every_kind_of_save(rank: int, world: int, tmp_path: 
 
 
 @ranks(2)
+def test_tensors_that_come_one_by_one_keep_their_strides(rank: int, world: int, tmp_path: Path) -> None:
+    tensors = {name: value for name, value in _state().items() if isinstance(value, Tensor)}
+    own = list(tensors)[rank::2]
+    fastload.save_stream(((name, tensors[name]) for name in own), tmp_path / "a", spool=tmp_path)
+    found = fastload.load(tmp_path / "a")
+    assert _strides(found) == {name: _expected()[name] for name in tensors}
+    for name, wanted in tensors.items():
+        assert torch.equal(found[name], wanted), name
+
+
+@ranks(2)
 def test_equal_replicas_of_other_strides_are_replicas(rank: int, world: int, tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(3, 4)
     column_major = value.t().contiguous().t()
@@ -118,6 +129,12 @@ def test_equal_replicas_of_other_strides_are_replicas(rank: int, world: int, tmp
     loaded = fastload.load(tmp_path / "a")["x"]
     assert torch.equal(loaded, value)
     assert loaded.stride() == column_major.stride()
+    for first in (0, 1):  # those of the first rank that has it, also where states are merged
+        state = {"x": column_major if rank == first else value, str(rank): value.t()}
+        parts = fastload.SaveOptions(parts=True, overwrite=True)
+        fastload.save(state, tmp_path / "parts", options=parts)
+        expected = column_major if first == 0 else value
+        assert fastload.load(tmp_path / "parts")["x"].stride() == expected.stride()
 
 
 def test_strides_of_a_file_of_torch_save_come_back(tmp_path: Path) -> None:

@@ -148,3 +148,30 @@ def test_a_load_state_dict_that_copies_both(tmp_path: Path) -> None:
         else:
             with pytest.raises(MismatchError, match="head and embed go into the same memory"):
                 fastload.load(tmp_path, into=model)
+
+
+class _TransposesHead(nn.Module):
+    """A tied model whose hook turns the head of an older layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_load_state_dict_pre_hook(self._turn)
+
+    @staticmethod
+    def _turn(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        if state["head.weight"].shape == (4, 6):
+            state["head.weight"] = state["head.weight"].T
+
+
+def test_a_hook_that_makes_one_of_two_tied_tensors(tmp_path: Path) -> None:
+    """The other one is read into the memory of both, and `load_state_dict` copies the hook's over it."""
+    embed, head = torch.randn(6, 4), torch.randn(4, 6)
+    fastload.save({"embed.weight": embed, "head.weight": embed.T.contiguous()}, tmp_path / "same")
+    model = _TransposesHead()
+    fastload.load(tmp_path / "same", into=model)
+    assert torch.equal(model.embed.weight, embed)
+    fastload.save({"embed.weight": embed, "head.weight": head}, tmp_path / "differ")
+    with pytest.raises(MismatchError, match=r"embed\.weight and head\.weight go into the same memory"):
+        fastload.load(tmp_path / "differ", into=_TransposesHead())
