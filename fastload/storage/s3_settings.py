@@ -224,9 +224,8 @@ def resolve(config: Mapping[str, Any], client: Mapping[str, Any], bucket: str) -
     Raises:
         OptionError: A setting cannot be used.
     """
-    variables = {
-        name.removeprefix("AWS_").lower(): text for name, text in environment("AWS_").items() if text
-    }
+    texts = {name.removeprefix("AWS_").lower(): text for name, text in environment("AWS_").items()}
+    variables = {name: text for name, text in texts.items() if text}
     known = {**variables, **client, **config}
     session = new_session() if _has_profile() else None
     profile: Mapping[str, Any] = session.get_scoped_config() if session is not None else {}
@@ -238,6 +237,7 @@ def resolve(config: Mapping[str, Any], client: Mapping[str, Any], bucket: str) -
         raise OptionError(f"endpoint {name_of(endpoint)!r} is not a URL such as https://host:9000")
     if endpoint is None:
         _require_own_endpoint({**profile, **of_s3, **variables})
+    _require_no_empty_endpoint(texts, endpoint)
     is_unsigned, has_provider = is_on(known.get("skip_signature")), "credential_provider" in config
     keys = _keys(config, variables) if not has_provider else None
     is_known = keys is not None or is_unsigned or bool(_OF_PROVIDERS & config.keys())
@@ -304,6 +304,14 @@ def _require_own_endpoint(known: Mapping[str, Any]) -> None:
             f"obstore does not know {', '.join(others)} of the environment or the profile: give the "
             "endpoint, such as endpoint='https://s3-fips.us-east-1.amazonaws.com' in storage_options"
         )
+
+
+def _require_no_empty_endpoint(texts: Mapping[str, str], endpoint: str | None) -> None:
+    """Requires that no empty variable is obstore's endpoint, which crashes then. Others take it for unset."""
+    used = _ENDPOINTS if endpoint is None else _ENDPOINTS[:1]
+    empty = [f"AWS_{name.upper()}" for name in used if texts.get(name) == ""]
+    if empty:
+        raise OptionError(f"{', '.join(empty)} is empty, which obstore takes for an endpoint: unset it")
 
 
 def _without_bucket(endpoint: str, bucket: str) -> str:
