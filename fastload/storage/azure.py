@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -104,7 +105,7 @@ def _ask(opener: urllib.request.OpenerDirector, url: str, headers: Mapping[str, 
         return "unknown", type(error).__name__
 
 
-def _is_early(url: str, headers: Mapping[str, str]) -> bool:
+def _is_early(url: str, headers: Message) -> bool:
     """Whether a signature does not hold yet, by the clock of the server that refuses it."""
     try:
         [begins] = parse_qs(urlsplit(url).query)["st"]
