@@ -151,12 +151,15 @@ def require_storable_states(optimizers: Iterable[Any]) -> None:
 
 
 def _check_after_first_step(optimizer: torch.optim.Optimizer) -> None:
+    is_checked = False  # a hook cannot be removed while torch calls it and the hooks after it
+
     def check(stepped: Any, *_: Any) -> None:
-        if stepped.state:
-            hook.remove()
+        nonlocal is_checked
+        if stepped.state and not is_checked:
+            is_checked = True
             _require_storable(stepped, list(stepped.state.values()))
 
-    hook = optimizer.register_step_post_hook(check)
+    optimizer.register_step_post_hook(check)
 
 
 def _require_storable(optimizer: Any, states: Sequence[Any]) -> None:

@@ -7,8 +7,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
@@ -22,7 +25,7 @@ _from_url: Any = from_url  # its overloads need the kind of store
 _VALID = timedelta(days=1)
 _PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 _REQUEST_S = 10.0
-_MISSING = 404
+_FORBIDDEN, _MISSING = 403, 404
 _SAS_VARIABLES = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
 _SAS_OPTIONS = ("sas_key", "sas_token")
 
@@ -93,11 +96,22 @@ def _ask(opener: urllib.request.OpenerDirector, url: str, headers: Mapping[str, 
         with error:
             if error.code == _MISSING:  # it is not visible yet
                 return "pending", ""
+            if error.code == _FORBIDDEN and _is_early(url, error.headers):
+                return "unknown", "the store's clock is behind that of this host"
             if 400 <= error.code < 500 and error.code not in (408, 429):
                 raise StorageError(f"cannot ask for the status of Azure's copy: HTTP {error.code}") from None
             return "unknown", f"HTTP {error.code}"
     except OSError as error:
         return "unknown", type(error).__name__
+
+
+def _is_early(url: str, headers: Message) -> bool:
+    """Whether a signature does not hold yet, by the clock of the server that refuses it."""
+    try:
+        [begins] = parse_qs(urlsplit(url).query)["st"]
+        return parsedate_to_datetime(headers["Date"]) < datetime.fromisoformat(begins.replace("Z", "+00:00"))
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _headers(client: Mapping[str, Any]) -> dict[str, str]:

@@ -322,30 +322,32 @@ class ObjectStorage(WritableStorage):
             return self._known[name]
         if not self._is_http and not self._key(name):
             return None  # a bucket is not an object, though some stores say so
+        is_guess = self._is_http and not self._is_file and name in ("", *self._names.likely)
         try:
-            found = _stat(self._call(name, self._ask_for_stat))
+            meta = self._call(name, self._ask_for_guess if is_guess else self._ask_for_stat)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
-        is_guess = self._is_http and not self._is_file and name in ("", *self._names.likely)
-        if is_guess and found.nbytes and self._is_page(name):
+        if meta is None:
             return None
-        self._known[name] = found
+        self._known[name] = found = _stat(meta)
         return found
 
-    def _is_page(self, name: str) -> bool:
-        """Whether the server has a page for a name, which some show for every name that they lack."""
+    def _ask_for_guess(self, key: str) -> Any:
+        """Requests size and version by a read of the first bytes.
 
-        def head(key: str) -> bytes:
-            try:
-                return bytes(obstore.get(self.store, key, options={"range": (0, HEAD_BYTES)}).bytes())
-            except (GenericError, NotSupportedError) as error:
-                if not _lacks_ranges(error):
-                    raise
-            return next((bytes(part) for part in obstore.get(self.store, key).stream(min_chunk_size=1)), b"")
-
-        return is_page(self._call(name, head))
+        None if these are of a page, which some servers show for every name that they lack.
+        """
+        try:
+            result = get_range(self.store, key, 0, HEAD_BYTES)
+            head = bytes(result.bytes())
+        except (GenericError, NotSupportedError) as error:
+            if not _lacks_ranges(error):
+                raise
+            result = obstore.get(self.store, key)
+            head = next((bytes(part) for part in result.stream(min_chunk_size=1)), b"")
+        return None if is_page(head) else result.meta
 
     def _ask_for_stat(self, key: str) -> Any:
         """Requests size and version; where only GET is allowed, by a read of the first byte."""

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
+from fastload.base.threads import within
 from fastload.errors import OptionError
 from fastload.options import environment
 from fastload.storage.location import name_of
@@ -25,7 +26,9 @@ _ENDPOINTS = ("endpoint_url_s3", "endpoint_url", "endpoint")
 _OTHER_ENDPOINTS = ("use_accelerate_endpoint", "use_dualstack_endpoint", "use_fips_endpoint")
 # An endpoint that is not a URL crashes obstore at the first request.
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
+_ANSWER_S = 120.0  # most seconds for credentials; botocore waits for a credential process without a limit
 _LOOK_S = 60.0  # most seconds between two looks at whether credentials expire
+_SEARCH = "the search for the credentials of the profile"
 _LIFETIMES_S = (900, 300, 60, 20, 5, 1)
 # Options by which obstore finds credentials. boto3 reads them from the environment only.
 _OF_PROVIDERS = frozenset(
@@ -58,7 +61,7 @@ class Credentials:
 
     def __init__(self, session: Any) -> None:
         self._lock = threading.Lock()
-        self._source = session.get_credentials()
+        self._source = _found_by(session)
         self._keys: Keys | None = None
         self._until_s = 0.0
         self.number = 0
@@ -86,7 +89,8 @@ class Credentials:
         """Returns them as botocore takes them."""
         with self._lock:
             if self._keys is None or time.monotonic() >= self._until_s:
-                self._keys = Keys(*self._source.get_frozen_credentials()[:3])
+                frozen = within(_ANSWER_S, _SEARCH, self._source.get_frozen_credentials)
+                self._keys = Keys(*frozen[:3])
                 self._until_s = time.monotonic() + _good_for_s(self._source)
             return self._keys
 
@@ -98,9 +102,13 @@ class Credentials:
         """
         with self._lock:
             if number == self.number:
-                self._source = new_session().get_credentials() or self._source
+                self._source = _found_by(new_session()) or self._source
                 self._keys = None
                 self.number += 1
+
+
+def _found_by(session: Any) -> Any:
+    return within(_ANSWER_S, _SEARCH, session.get_credentials)
 
 
 def _good_for_s(source: Any) -> float:
@@ -224,9 +232,8 @@ def resolve(config: Mapping[str, Any], client: Mapping[str, Any], bucket: str) -
     Raises:
         OptionError: A setting cannot be used.
     """
-    variables = {
-        name.removeprefix("AWS_").lower(): text for name, text in environment("AWS_").items() if text
-    }
+    texts = {name.removeprefix("AWS_").lower(): text for name, text in environment("AWS_").items()}
+    variables = {name: text for name, text in texts.items() if text}
     known = {**variables, **client, **config}
     session = new_session() if _has_profile() else None
     profile: Mapping[str, Any] = session.get_scoped_config() if session is not None else {}
@@ -238,10 +245,11 @@ def resolve(config: Mapping[str, Any], client: Mapping[str, Any], bucket: str) -
         raise OptionError(f"endpoint {name_of(endpoint)!r} is not a URL such as https://host:9000")
     if endpoint is None:
         _require_own_endpoint({**profile, **of_s3, **variables})
+    _require_no_empty_endpoint(texts, endpoint)
     is_unsigned, has_provider = is_on(known.get("skip_signature")), "credential_provider" in config
     keys = _keys(config, variables) if not has_provider else None
     is_known = keys is not None or is_unsigned or bool(_OF_PROVIDERS & config.keys())
-    has_chain = not is_known and session is not None and session.get_credentials() is not None
+    has_chain = not is_known and session is not None and _found_by(session) is not None
     trusts_all = str(endpoint).startswith("http:") or is_on(client.get("allow_invalid_certificates"))
     return S3Settings(
         bucket=bucket,
@@ -304,6 +312,14 @@ def _require_own_endpoint(known: Mapping[str, Any]) -> None:
             f"obstore does not know {', '.join(others)} of the environment or the profile: give the "
             "endpoint, such as endpoint='https://s3-fips.us-east-1.amazonaws.com' in storage_options"
         )
+
+
+def _require_no_empty_endpoint(texts: Mapping[str, str], endpoint: str | None) -> None:
+    """Requires that no empty variable is obstore's endpoint, which crashes then. Others take it for unset."""
+    used = _ENDPOINTS if endpoint is None else _ENDPOINTS[:1]
+    empty = [f"AWS_{name.upper()}" for name in used if texts.get(name) == ""]
+    if empty:
+        raise OptionError(f"{', '.join(empty)} is empty, which obstore takes for an endpoint: unset it")
 
 
 def _without_bucket(endpoint: str, bucket: str) -> str:

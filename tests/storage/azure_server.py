@@ -8,8 +8,10 @@ import hashlib
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,6 +22,7 @@ from tests.dist.flaky_server import Handler, Server, serving
 __all__ = ["ACCOUNT", "AzureServer", "azure_server"]
 
 ACCOUNT = {"account_name": "acct", "account_key": base64.b64encode(b"k" * 32).decode()}
+_STARTED = "2023-01-01T00:00:00Z"
 _STAMP = ("Last-Modified", formatdate(1_700_000_000, usegmt=True))
 
 
@@ -40,6 +43,7 @@ class AzureServer(Server):
         looks: How often the status of a copy is asked for before it ends.
         ends: How copies end: ``success``, ``failed``, ``aborted`` or ``never``.
         has_length: Whether a blob has its length while it is copied.
+        behind_s: Seconds that its clock is behind. Signatures of its future are refused, as by Azure.
         signs: Whether it gives keys to sign with to users with a token.
         log: (method, name, query) of each request.
         lost: Copies whose source was deleted before they were done.
@@ -51,6 +55,7 @@ class AzureServer(Server):
         self.blocks: dict[tuple[str, str], bytes] = {}
         self.pending: dict[str, Copy] = {}
         self.looks, self.ends, self.has_length = 3, "success", True
+        self.behind_s = 0.0
         self.log: list[tuple[str, str, dict[str, list[str]]]] = []
         self.headers: list[dict[str, str]] = []
         self.lost: list[str] = []
@@ -91,6 +96,12 @@ class _AzureHandler(Handler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(self._now_s() if timestamp is None else timestamp)
+
+    def _now_s(self) -> float:
+        return time.time() - self.server.behind_s
+
     def _tag(self, name: str) -> tuple[str, str]:
         return "ETag", f'"0x{hashlib.md5(self.server.blobs.get(name, b"")).hexdigest()[:16]}"'
 
@@ -118,6 +129,8 @@ class _AzureHandler(Handler):
             ("GET", ""): lambda: self._get(name),
             ("HEAD", ""): lambda: self._get(name),
         }
+        if datetime.fromisoformat(query.get("st", [_STARTED])[0][:19] + "+00:00").timestamp() > self._now_s():
+            return self._send(403, b"<?xml version='1.0'?><Error><Code>AuthenticationFailed</Code></Error>")
         if "x-ms-copy-source" in self.headers:
             return self._copy(name)
         return ways.get((self.command, what), lambda: self._send(501))()

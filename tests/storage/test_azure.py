@@ -63,6 +63,13 @@ def test_a_copy_without_progress_is_an_error_in_time(server: AzureServer) -> Non
     assert "run/step/fastload.json" not in server.blobs
 
 
+def test_a_clock_behind_that_of_this_host_is_waited_for(server: AzureServer) -> None:
+    """A signature holds from the moment it was made."""
+    server.behind_s = 2.5
+    save(server, ACCOUNT)
+    assert_saved(server)
+
+
 @pytest.mark.parametrize("variable", ["", "AZURE_STORAGE_SAS_TOKEN"])
 def test_a_signature_asks_by_itself(
     server: AzureServer, variable: str, monkeypatch: pytest.MonkeyPatch

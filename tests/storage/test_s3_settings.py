@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import fastload
-from fastload.errors import OptionError, StorageError
+from fastload.errors import DeadlineExceeded, OptionError, StorageError
 from fastload.formats.names import NAMES
-from fastload.storage import open_storage, open_target
+from fastload.storage import open_storage, open_target, s3_settings
 from tests.pages import page
 from tests.storage.gateway import Answer, Authority, Gateway, Request, make_authority, serving_gateway
 from tests.storage.s3_server import BUCKET, DOMAIN, KEY, SECRET
@@ -359,6 +359,9 @@ OPENERS: list[Callable[..., Any]] = [open_storage, open_target]
             KEYS | {"virtual_hosted_style_request": True},
             {"AWS_ENDPOINT_URL_S3": "http://store.test"}, "", "http://bucket.store.test",
         ),
+        (KEYS | {"endpoint": NOBODY}, {"AWS_ENDPOINT_URL_S3": ""}, "", "AWS_ENDPOINT_URL_S3 is empty"),
+        (KEYS, {"AWS_ENDPOINT_URL": "", "AWS_REGION": ""}, "", "AWS_ENDPOINT_URL is empty"),
+        (KEYS, {"AWS_ENDPOINT": ""}, "", "AWS_ENDPOINT is empty"),
         (KEYS, {"AWS_USE_FIPS_ENDPOINT": "true"}, "", "use_fips_endpoint"),
         (KEYS, {"AWS_USE_DUALSTACK_ENDPOINT": "true"}, "", "use_dualstack_endpoint"),
         (KEYS, {}, "s3 =\n  use_accelerate_endpoint = true\n", "use_accelerate_endpoint"),
@@ -386,6 +389,21 @@ def test_settings_that_cannot_be_used_are_named(
         opener("s3://bucket/runs/a", NAMES, options)
     assert str(raised.value).startswith("cannot open s3://bucket")
     assert says in str(raised.value)
+
+
+def test_a_credential_process_that_hangs_is_an_error(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a store is opened, and when they are renewed."""
+    set_profile("credential_process = sleep 9\n", monkeypatch)
+    monkeypatch.setattr(s3_settings, "_ANSWER_S", 1.0)
+    with pytest.raises(OptionError, match=r"cannot open s3://bucket: .*the credentials of the profile"):
+        open_storage("s3://bucket/a", NAMES, {"endpoint": NOBODY})
+    monkeypatch.setattr(s3_settings, "_ANSWER_S", 20.0)
+    set_profile(f"credential_process = {issuer.command}\n", monkeypatch)
+    found = s3_settings.Credentials(s3_settings.new_session())
+    monkeypatch.setattr(s3_settings, "_ANSWER_S", 1.0)
+    set_profile("credential_process = sleep 9\n", monkeypatch)
+    with pytest.raises(DeadlineExceeded, match="the credentials of the profile"):
+        found.renew(found.number)
 
 
 @pytest.mark.parametrize(
