@@ -157,7 +157,7 @@ class _TransposesHead(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
         self.head.weight = self.embed.weight
-        self.register_load_state_dict_pre_hook(self._turn)
+        self.register_load_state_dict_pre_hook(self._turn)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _turn(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
