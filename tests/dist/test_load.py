@@ -389,11 +389,6 @@ def test_into_a_module(rank: int, world: int, path: Path, strategy: str) -> str:
     return state_digest(model.state_dict())
 
 
-def overlapping(folder: Path) -> Path:
-    write_file(folder / "m.safetensors", [(name, "F32", (40_000,)) for name in "abc"])
-    return folder / "m.safetensors"
-
-
 def watch_placing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns what grows by the length of each range that is copied out of a slab."""
     placed: list[int] = []
@@ -417,24 +412,6 @@ def test_what_lies_within_one_tensor_is_never_copied(
     check(path, tensors)
     assert report.num_rounds > 50
     assert 1 <= len(placed) <= 2  # the chunks at both ends of the giant
-
-
-@prepared([overlapping])
-@ranks(2, 3, same=True)
-def test_names_that_share_memory_take_the_last_one_on_all_ranks(
-    rank: int, world: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """Their bytes differ in the checkpoint: what a rank passes on must not be what it made of both."""
-    memory = torch.zeros(50_000)
-    state = {"a": memory[:40_000], "b": torch.zeros(40_000), "c": memory[10_000:]}
-    placed = watch_placing(monkeypatch)
-    load(path, into=state, chunk_bytes=20_000)
-    assert sum(placed) >= 2 * 160_000  # all of a and c; whether that matters in one load is a matter of luck
-    expected = load_reference(path)
-    assert raw(memory[10_000:]) == raw(expected["c"])
-    assert raw(memory[:10_000]) == raw(expected["a"][:10_000])
-    assert raw(state["b"]) == raw(expected["b"])
-    return state_digest(state)
 
 
 @prepared([model_file])

@@ -204,7 +204,7 @@ def test_verify(checkpoint: Path, ranks: int) -> None:
 def test_verify_for_people_to_read(checkpoint: Path) -> None:
     none = run("verify", str(checkpoint))
     assert (none.returncode, none.stdout) == (1, "")
-    assert none.stderr.startswith("fastload: IncompleteCheckpoint: ")
+    assert none.stderr.startswith("fastload: CheckpointError: ")
     done = run("seal", str(checkpoint))
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{checkpoint}: sealed: 4 blocks, 17.4 kB in 2 files" in done.stdout
