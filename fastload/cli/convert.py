@@ -33,7 +33,7 @@ from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, m
 from fastload.formats.state import leaves, own_view, raise_refused
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.untrusted import parse_json
-from fastload.geometry.box import runs_of
+from fastload.geometry.box import Box, row_major, runs_of
 from fastload.geometry.dtensors import is_dtensor, local_parts
 from fastload.loading.checkpoint import Checkpoint
 from fastload.loading.mismatch import raise_mismatch
@@ -190,7 +190,7 @@ class Parts:
     Attributes:
         structure: Structure of the state; None if it is a dict of the tensors by name.
         entries: The stored tensors.
-        tensors: The tensors by name: large row-major ones are DTensors, others are replicated.
+        tensors: The tensors by name: large ones are DTensors, small ones are replicated.
     """
 
     structure: Any
@@ -224,13 +224,10 @@ def load_parts(checkpoint: Checkpoint, *, strict: bool = True) -> Parts:
         wanted = {saved.stored for saved in found}
         entries = [entry for entry in entries if entry.name in wanted]
     mesh = _mesh()
-    tensors = {}
-    for entry in entries:
-        if strides := manifest.strides_of(entry):  # a shard could not have them
-            dtype, shape = torch_spec(entry)
-            tensors[entry.name] = torch.empty_strided(shape, strides, dtype=dtype)
-        else:
-            tensors[entry.name] = _empty(entry, None if entry.name in unsharded else mesh)
+    tensors = {
+        entry.name: _empty(entry, None if entry.name in unsharded else mesh, manifest.strides_of(entry))
+        for entry in entries
+    }
     checkpoint.read({name: local_parts(tensor) for name, tensor in tensors.items()})
     return Parts(structure, entries, tensors)
 
@@ -268,7 +265,7 @@ def load_weights(
             raise OptionError(f"--strip {strip!r}: two tensors would be called {new!r}")
         wanted[new] = entry
     mesh = _mesh()
-    tensors = {name: _empty(entry, mesh, cast) for name, entry in wanted.items()}
+    tensors = {name: _empty(entry, mesh, (), cast) for name, entry in wanted.items()}
     boxes = {entry.name: local_parts(tensors[name]) for name, entry in wanted.items()}
     checkpoint.read(boxes, cast=True)
     return Parts(None, list(wanted.values()), tensors)
@@ -294,16 +291,30 @@ def _structure(manifest: Manifest, *, strict: bool) -> Any:
     return view.structure
 
 
-def _empty(entry: TensorEntry, mesh: DeviceMesh | None, cast: torch.dtype | None = None) -> Tensor:
-    """Returns memory for this rank's part; large tensors are sharded along their first long dimension."""
+def _empty(
+    entry: TensorEntry, mesh: DeviceMesh | None, strides: Sequence[int], cast: torch.dtype | None = None
+) -> Tensor:
+    """Returns memory for this rank's part; large tensors are sharded along their first long dimension.
+
+    With strides, which leave no gaps, that is the first one in the order of memory.
+    """
     stored, shape = torch_spec(entry)
     dtype = target_dtype(stored, cast)
     if mesh is None or entry.nbytes < _MIN_SHARDED_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty_strided(shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype)
     from torch.distributed import tensor
 
-    dim = next((dim for dim, length in enumerate(shape) if length >= mesh.size()), shape.index(max(shape)))
-    return tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=[tensor.Shard(dim)])
+    order = _memory_order(strides or row_major(shape))
+    lengths = [shape[dim] for dim in order]
+    long = (dim for dim, length in enumerate(lengths) if length >= mesh.size())
+    dim = next(long, lengths.index(max(lengths)))
+    made = tensor.empty(lengths, dtype=dtype, device_mesh=mesh, placements=[tensor.Shard(dim)])
+    return made.permute([order.index(dim) for dim in range(len(order))]) if strides else made
+
+
+def _memory_order(strides: Sequence[int]) -> list[int]:
+    """Returns the dimensions of a tensor without gaps in the order of memory, the outermost one first."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
@@ -480,7 +491,7 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     layouts: list[TorchLayout] = []
 
     def prepare() -> str:
-        strides = {name: each.stride() for name, each in parts.tensors.items() if not is_dtensor(each)}
+        strides = {name: tensor.stride() for name, tensor in parts.tensors.items()}
         layouts.append(lay_out_torch(parts.structure, parts.entries, strides))
         if world.rank == 0:
             pending.append(single_file.make_pending(path, overwrite=overwrite))
@@ -523,15 +534,13 @@ def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> 
 
 
 def _runs(entry: TensorEntry, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in its memory."""
-    if not is_dtensor(tensor):
-        flat = tensor.as_strided((tensor.numel(),), (1,))  # it has no gaps
-        if tensor.numel():
-            yield 0, host_view(byte_view(flat))
-        return
+    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in all of it."""
+    order = _memory_order(tensor.stride())
+    shape = [torch_spec(entry)[1][dim] for dim in order]
     for box, part in local_parts(tensor):
-        data = host_view(byte_view(part))
-        runs = runs_of(box, torch_spec(entry)[1]).scaled(part.itemsize)
+        data = host_view(byte_view(part.permute(order)))
+        offsets, sizes = ([of[dim] for dim in order] for of in box)
+        runs = runs_of(Box(tuple(offsets), tuple(sizes)), shape).scaled(part.itemsize)
         for number, start in enumerate(runs.starts() if len(data) else ()):
             yield start, data[number * runs.length : (number + 1) * runs.length]
 

@@ -102,20 +102,19 @@ def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     in dimensions of size 1 only, by which torch recognises memory formats.
 
     Args:
-        tensors: Tensors by name. Those of DTensors are left out: shards get the strides of their targets.
+        tensors: Tensors by name. Of a DTensor, the strides that torch gives the complete tensor.
     """
-    plain = {name: tensor for name, tensor in tensors.items() if not is_dtensor(tensor)}
-    if all(tensor.is_contiguous() for tensor in plain.values()):
+    if all(tensor.is_contiguous() for tensor in tensors.values()):
         return {}
     usual = lru_cache(row_major)  # layers are alike
     found: dict[str, tuple[int, ...]] = {}
-    for name, tensor in plain.items():
+    for name, tensor in tensors.items():
         shape, strides = tensor.shape, tensor.stride()
         if strides == usual(shape) or not tensor.numel() or NAMES[tensor.dtype] == "F4":
             continue  # torch stores F4 in another shape
         if (dense := dense_strides(shape, strides)) != usual(shape):
             found[name] = dense
-    return found if any(_is_permuted(plain[name].shape, strides) for name, strides in found.items()) else {}
+    return found if any(_is_permuted(tensors[name].shape, strides) for name, strides in found.items()) else {}
 
 
 def _is_permuted(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -313,7 +313,6 @@ class ObjectStorage(WritableStorage):
         s3 = self.settings.s3
         # Buckets list objects in order, except directory buckets of S3.
         self._is_sorted = s3 is None or not is_on(s3.options.get("s3_express"))
-        self._credentials = s3.credentials if s3 is not None else None
         self._known: dict[str, FileStat] = {}
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
@@ -491,7 +490,7 @@ class ObjectStorage(WritableStorage):
 
     def renewing(self, call: Callable[[], T], has_expired: Callable[[Exception], bool]) -> T:
         """Makes a request, once more if the store says that credentials of a profile have expired."""
-        credentials = self._credentials
+        credentials = self.settings.s3.credentials if self.settings.s3 is not None else None
         if credentials is None:
             return call()
         number = credentials.number

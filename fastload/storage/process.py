@@ -12,6 +12,7 @@ from logging import Logger
 from typing import Any
 
 from fastload.base.threads import ProcessLock
+from fastload.options import environment
 from fastload.storage.descriptors import DescriptorPool
 
 read_descriptors = DescriptorPool(ProcessLock())
@@ -33,7 +34,7 @@ def aws_descriptions() -> Any:
     """Returns the one loader of botocore. Its description of S3 takes most of a second to read."""
     import botocore.loaders
 
-    return botocore.loaders.create_loader(os.environ.get("AWS_DATA_PATH"))
+    return botocore.loaders.create_loader(environment("AWS_DATA_PATH").get("AWS_DATA_PATH"))
 
 
 @lru_cache(256)  # messages

@@ -40,7 +40,7 @@ _OF_PROVIDERS = frozenset(
 _NOT_FOR_SAVES = frozenset("http2_only proxy_ca_certificate proxy_excludes".split())
 
 
-class Keys(NamedTuple):
+class AccessKeys(NamedTuple):
     """The keys of S3 at a moment, by the names of botocore."""
 
     access_key: str
@@ -62,7 +62,7 @@ class Credentials:
     def __init__(self, session: Any) -> None:
         self._lock = threading.Lock()
         self._source = _found_by(session)
-        self._keys: Keys | None = None
+        self._keys: AccessKeys | None = None
         self._until_s = 0.0
         self.number = 0
         """Counts how often they were renewed by `renew`."""
@@ -85,12 +85,12 @@ class Credentials:
         """Returns what gives a property, the account for example, of which there is none."""
         return lambda: None
 
-    def get_frozen_credentials(self) -> Keys:
+    def get_frozen_credentials(self) -> AccessKeys:
         """Returns them as botocore takes them."""
         with self._lock:
             if self._keys is None or time.monotonic() >= self._until_s:
                 frozen = within(_ANSWER_S, _SEARCH, self._source.get_frozen_credentials)
-                self._keys = Keys(*frozen[:3])
+                self._keys = AccessKeys(*frozen[:3])
                 self._until_s = time.monotonic() + _good_for_s(self._source)
             return self._keys
 
@@ -141,7 +141,7 @@ class S3Settings:
     region: str
     is_virtual: bool
     is_unsigned: bool
-    keys: Keys | None
+    keys: AccessKeys | None
     credentials: Credentials | None
     root_certificates: str
     options: Mapping[str, Any]
@@ -283,11 +283,12 @@ def _has_profile() -> bool:
     """Whether there is a profile to look into."""
     if importlib.util.find_spec("botocore") is None:
         return False
+    known = environment("AWS_")
     files = (
-        os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config",
-        os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
+        known.get("AWS_CONFIG_FILE") or "~/.aws/config",
+        known.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
     )
-    is_named = bool(os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE"))
+    is_named = bool(known.get("AWS_PROFILE") or known.get("AWS_DEFAULT_PROFILE"))
     return is_named or any(os.path.isfile(os.path.expanduser(path)) for path in files)
 
 
@@ -328,20 +329,21 @@ def _without_bucket(endpoint: str, bucket: str) -> str:
     return f"{scheme}://{rest.removeprefix(f'{bucket}.')}"
 
 
-def _keys(config: Mapping[str, Any], variables: Mapping[str, str]) -> Keys | None:
+def _keys(config: Mapping[str, Any], variables: Mapping[str, str]) -> AccessKeys | None:
     """Returns the keys of the options, else of the environment. A token belongs to the keys next to it."""
     names = {"access_key_id", "secret_access_key"}
     place = config if names <= config.keys() else {**variables, **config}
     key, secret = place.get("access_key_id"), place.get("secret_access_key")
-    return Keys(key, secret, place.get("session_token") or place.get("token")) if key and secret else None
+    token = place.get("session_token") or place.get("token")
+    return AccessKeys(key, secret, token) if key and secret else None
 
 
 def _root_certificates(client: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
     given = client.get("root_certificate")
     if given:
         return given.decode() if isinstance(given, bytes) else str(given)
-    variable = os.environ.get("AWS_CA_BUNDLE") or profile.get("ca_bundle")
-    path = variable or os.environ.get("REQUESTS_CA_BUNDLE")
+    variables = {**environment("AWS_"), **environment("REQUESTS_")}
+    path = variables.get("AWS_CA_BUNDLE") or profile.get("ca_bundle") or variables.get("REQUESTS_CA_BUNDLE")
     if not path:
         return ""
     try:

@@ -33,7 +33,7 @@ def main() -> None:
         for step in itertools.count(1):
             last = tier.last
             if last is not None and last.done():
-                counted = last.report.step if last.report is not None else 0
+                counted = int(last.report.url.rpartition("_")[2]) if last.report is not None else 0
                 lines.write(json.dumps({"step": step, "counted": counted, "error": last.error}) + "\n")
             if manager.should_save(step):
                 manager.save(step, {"weight": torch.full((3_000_000,), float(step))})

@@ -46,6 +46,7 @@ FILES = {
     "integrations/directory_save.py",
     "integrations/engines.py",  # what is a path, and not a name
     "integrations/frameworks.py",
+    "integrations/lightning.py",  # links to checkpoints
     "integrations/peft.py",
     "integrations/torchft.py",  # what it serves
     "integrations/trainer.py",
@@ -60,6 +61,8 @@ FILES = {
     "storage/mounts.py",  # what the system says of them
     "storage/pending.py",
     "storage/process.py",  # what it says of processes
+    "storage/s3.py",  # certificates
+    "storage/s3_settings.py",  # likewise
     "storage/single_file.py",
 }
 PROCESS_STATE = "storage/process.py"  # what of storage a process has once
