@@ -37,7 +37,7 @@ from fastload.loading.mismatch import (
     raise_mismatch,
 )
 from fastload.loading.modules import TensorSlot
-from fastload.loading.quantized import has_scales, unscaled
+from fastload.loading.quantized import has_quantized, has_scales, unscaled
 from fastload.loading.selection import RankView, Selection
 from fastload.loading.targets import (
     Destination,
@@ -285,8 +285,10 @@ def _match_into(
     }
     if selection is None and not request.skip_per_rank:
         differences.mismatched += _elsewhere(view, size, differences.left_out)
-    loaded = {saved.stored for saved, _ in (*pairs.tensors, *pairs.wanted(()))}
-    cast = _unscaled(manifest, {saved.stored: slot.tensor.dtype for saved, slot in pairs.tensors}, loaded)
+    cast: Mapping[str, str] = {}
+    if has_quantized(manifest):
+        loaded = {saved.stored for saved, _ in (*pairs.tensors, *pairs.wanted(()))}
+        cast = _unscaled(manifest, {saved.stored: slot.tensor.dtype for saved, slot in pairs.tensors}, loaded)
     differences.mismatched += [
         *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
         *(line for part in pairs.stateful for line in optimizer_misfits(part)),

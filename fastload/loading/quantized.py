@@ -135,6 +135,11 @@ def scales_of(name: str) -> Iterator[str]:
         yield from (f"{head}{dot}{word}" for word in _SCALE_NAMES)
 
 
+def has_quantized(manifest: Manifest) -> bool:
+    """Whether a checkpoint has elements that may need scales."""
+    return any(entry.dtype in _QUANTIZED for entry in manifest.tensors)
+
+
 def has_scales(manifest: Manifest, names: Sequence[str]) -> bool:
     """Whether some names are those of scales of quantised elements of a checkpoint."""
     quantized = (entry.name for entry in manifest.tensors if entry.dtype in _QUANTIZED) if names else ()
