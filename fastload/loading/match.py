@@ -377,7 +377,9 @@ def _compare_names(
         renamed is not None and renamed.is_wrapper
     )
     has_to_fit = strict or is_elsewhere
-    advice = advice_for_transformers(into) if lacking and not (renamed and renamed.is_enough) else ""
+    advice = ""
+    if lacking and not (renamed and renamed.is_enough):
+        advice = advice_for_transformers(into, guesses=not pairs.has_no_tensors)
     advice = advice or _advice(pairs, renamed, values)
     if advice == _LEAVE_OUT and has_scales(manifest, surplus):
         advice = _SCALE

@@ -84,10 +84,14 @@ def raise_mismatch(
     )
 
 
-def advice_for_transformers(into: Any) -> str:
+def advice_for_transformers(into: Any, *, guesses: bool) -> str:
     """Returns what to do if weights of a model of transformers are missing; empty if ``into=`` is none.
 
     Imports nothing to find out.
+
+    Args:
+        into: The argument of the load.
+        guesses: Whether a dict of tensors is taken for the state of such a model, if the program has any.
     """
     module = sys.modules.get("transformers.modeling_utils")
     model_class = getattr(module, "PreTrainedModel", None)
@@ -97,7 +101,9 @@ def advice_for_transformers(into: Any) -> str:
     modules = [part for part in parts if isinstance(part, nn.Module)]
     if any(isinstance(each, model_class) for module in modules for each in module.modules()):
         return _FROM_PRETRAINED.format(what="this one")
-    is_state = isinstance(into, Mapping) and all(isinstance(part, Tensor) for part in into.values())
+    is_state = (
+        guesses and isinstance(into, Mapping) and all(isinstance(part, Tensor) for part in into.values())
+    )
     return _FROM_PRETRAINED.format(what="one of its models") if is_state else ""
 
 
