@@ -267,7 +267,8 @@ def _look(world: World, encoding: StateEncoding) -> tuple[Sequence[TensorSpec], 
     if problems:
         raise OptionError("the state cannot be sent: " + "\n  ".join(problems[:_NUM_SHOWN]))
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors]
-    return specs, StateReader(lay_out_files(specs, SaveOptions()), encoding.tensors)
+    layout = lay_out_files(specs, SaveOptions())
+    return specs, StateReader(layout, encoding.tensors, patience_s=world.patience_s)
 
 
 _NUM_SHOWN = 20

@@ -1,15 +1,24 @@
-"""Accelerators through torch's common interface: devices, streams, copies, pinned memory."""
+"""Accelerators through torch's common interface: devices, streams, copies, pinned memory.
+
+Two rules hold wherever fastload uses devices. The host waits for them by polling, so that every wait has a
+deadline. And streams are kept: a device has few, which torch hands out in turn to everybody, so that any of
+them may be in use by somebody else, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from fastload.errors import OptionError
+from fastload.errors import DeadlineExceeded, OptionError
+
+_LONGEST_PAUSE_S = 0.001
 
 
 def parse_device(device: torch.device | str) -> torch.device:
@@ -112,9 +121,57 @@ def copy_async(source: Tensor, out: Tensor) -> None:
     out.copy_(source, non_blocking=not on_host or (len(on_host) == 1 and on_host[0].is_pinned()))
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for the work queued on this thread's current stream on an accelerator."""
-    torch.accelerator.current_stream(device).synchronize()
+def poll(is_over: Callable[[], bool], what: str, limit_s: float) -> None:
+    """Waits until something is over.
+
+    Args:
+        is_over: Polled; at first every few microseconds, later every millisecond.
+        what: What it is, for messages.
+        limit_s: Longest wait in seconds.
+
+    Raises:
+        DeadlineExceeded: It took too long.
+    """
+    began, pause_s = time.monotonic(), 0.0
+    while not is_over():
+        if time.monotonic() - began > limit_s:
+            raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s + 10e-6, _LONGEST_PAUSE_S)
+
+
+def synchronize(device: torch.device, limit_s: float) -> None:
+    """Waits for the work queued on this thread's current stream on an accelerator.
+
+    Raises:
+        DeadlineExceeded: It did not end within `limit_s` seconds.
+    """
+    _synchronize(torch.accelerator.current_stream(device), limit_s)
+
+
+def _synchronize(stream: torch.Stream, limit_s: float) -> None:
+    # An event: the stream itself may be given more work meanwhile.
+    poll(stream.record_event().query, f"the work queued on {stream.device}", limit_s)
+
+
+_streams: defaultdict[torch.device, list[torch.Stream]] = defaultdict(list)  # that nobody uses now
+
+
+def take_stream(device: torch.device) -> torch.Stream:
+    """Returns a stream of a device, for `give_back_streams` later.
+
+    It has a high priority: torch takes those from a pool that few programs use.
+    """
+    try:
+        return _streams[device].pop()
+    except IndexError:
+        return torch.Stream(device, priority=-1)
+
+
+def give_back_streams(streams: Iterable[torch.Stream]) -> None:
+    """Keeps streams for the next `take_stream`; all their work has ended."""
+    for stream in streams:
+        _streams[stream.device].append(stream)
 
 
 @contextmanager
@@ -127,7 +184,18 @@ def use_stream(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(stream_before)
-        torch.accelerator.set_device_index(device_before)
+        _return_to(device_before)
+
+
+def _return_to(index: int) -> None:
+    """Makes a device current again in this thread, without starting it if this process does not use it.
+
+    A new thread has device 0 as its current one. To start a device takes half a gigabyte of its memory.
+    """
+    maybe_exchange = getattr(torch._C, "_accelerator_maybeExchangeDevice", None)
+    if maybe_exchange is None and torch.accelerator.current_accelerator().type == "cuda":
+        maybe_exchange = torch.cuda._maybe_exchange_device
+    (maybe_exchange or torch.accelerator.set_device_index)(index)
 
 
 def record_use(tensor: Tensor) -> None:
@@ -172,13 +240,13 @@ class DeviceStreams:
         before = [torch.accelerator.current_stream(stream.device) for stream in self._streams]
         for stream in self._streams:
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device_before)
+        _return_to(device_before)
         try:
             yield
         finally:
             for stream in before:
                 torch.accelerator.set_stream(stream)
-            torch.accelerator.set_device_index(device_before)
+            _return_to(device_before)
 
     def for_copies(self) -> DeviceStreams:
         """Returns other streams on the same devices, which begin after the work queued on these."""
@@ -192,13 +260,13 @@ class DeviceStreams:
         for stream in self._streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
-    def synchronize(self) -> None:
-        """Waits for the work queued on them."""
+    def synchronize(self, limit_s: float) -> None:
+        """Waits for the work queued on them; limit and error are those of `synchronize`."""
         for stream in self._streams:
-            stream.synchronize()
+            _synchronize(stream, limit_s)
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    """The stream of a device for copies in the background, kept since a device has few."""
-    return torch.Stream(device)
+    """The stream of a device for copies in the background."""
+    return take_stream(device)

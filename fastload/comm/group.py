@@ -23,6 +23,7 @@ from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
 T = TypeVar("T")
 Options = TypeVar("Options", LoadOptions, SaveOptions, StageOptions)
 
+_BACKENDS = ("nccl", "xccl")  # beside those that were registered with torch
 _LEAVING_S = 10.0  # for which an interrupted rank waits for the store to notify the others
 
 _DESTROYED = "the process group was destroyed (torch.distributed.destroy_process_group)"
@@ -51,13 +52,15 @@ def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
 def backend_of(group: Any, device_type: str) -> str:
     """Returns the backend that moves tensors between devices of a type, such as ``nccl``; empty if none does.
 
-    Gloo and MPI take device tensors by way of host memory, where fastload has a faster way.
+    It is one that fastload can make communicators of. Gloo and MPI take device tensors by way of host memory,
+    where fastload has a faster way.
     """
     if group is None or not dist.is_available():
         return ""
     for entry in dist.get_backend_config(group).split(","):
         device, _, backend = entry.rpartition(":")
-        if device == device_type and backend not in ("gloo", "mpi", "fake", "undefined"):
+        is_known = backend in _BACKENDS or backend.upper() in dist.Backend._plugins
+        if device == device_type and is_known and backend != "fake":
             return backend
     return ""
 

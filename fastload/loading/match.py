@@ -102,6 +102,7 @@ class Match:
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
         bytes_patched: Bytes of tensors that `finish` patches; see `fastload.loading.patch`.
         aliases: Memory of several tensors of the checkpoint, with what is written there.
+        detour: Why data must not go from device to device; empty if they may.
     """
 
     destinations: list[Destination]
@@ -115,6 +116,7 @@ class Match:
     is_mapped: bool = False
     bytes_patched: int = 0
     aliases: Sequence[AliasedMemory] = ()
+    detour: str = ""
 
     @property
     def num_tensors(self) -> int:
@@ -482,6 +484,7 @@ def _narrow(pairs: Pairs, differences: Differences, selection: Selection) -> Non
 BoxesByName = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 _CPU = torch.device("cpu")
+_IN_BACKGROUND = "boxes arrive while the caller may start collectives of its own between the devices"
 
 
 @dataclass(frozen=True)
@@ -491,10 +494,12 @@ class BoxRequest:
     Attributes:
         boxes: By name of the tensor, boxes of it, each with the tensor to fill.
         cast: Whether these tensors may have other dtypes.
+        in_background: Whether the caller may start collectives between devices meanwhile.
     """
 
     boxes: BoxesByName
     cast: bool = False
+    in_background: bool = False
     dtype: ClassVar[None] = None
     is_same: ClassVar[bool] = False
 
@@ -535,6 +540,7 @@ class BoxRequest:
             builder.copy,
             calls=builder.may_differ,
             aliases=builder.aliases,
+            detour=_IN_BACKGROUND if self.in_background else "",
         )
 
 

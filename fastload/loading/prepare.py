@@ -191,12 +191,11 @@ class MatchedRequest:
         """
         for memory in match.aliases:
             memory.reset()
-        backend, detour = "", "the tensors are in host memory"
-        if is_accelerator(match.device):
+        backend, detour = "", match.detour or "the tensors are in host memory"
+        if is_accelerator(match.device) and not match.detour:
             backend = backend_of(opened.world.group, match.device.type)
-            detour = (
-                "" if backend else f"the process group has no backend between {match.device.type} devices"
-            )
+            lacking = f"fastload knows no backend of the process group between {match.device.type} devices"
+            detour = "" if backend else lacking
         decision = opened.choose_strategy(fast_links=bool(backend))
         if match.is_mapped:
             decision = replace(decision, why=f"{decision.why}; mapped, not read")

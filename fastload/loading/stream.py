@@ -49,7 +49,8 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     """Pairs of a name and a tensor; made by `Checkpoint.tensors`, for all ranks to iterate over.
 
     A rank may leave it at any time, with ``break``, `close`, or by dropping it. It then does its part for the
-    other ranks in the background, until they have their tensors. The transfer ends once all have left. As a
+    other ranks until they have their tensors: in the background, or before `close` returns if the ranks
+    exchange data between their devices. The transfer ends once all have left. As a
     context manager, or within that of its checkpoint, an exception ends it on all ranks.
     """
 
@@ -205,7 +206,7 @@ class StreamTransfer:
         self._tensors = self._hand_out()
         self._departure = Departure(self._world, ahead=job.pipeline.plan.depth)
         self._rest: Task | None = None
-        self._is_over = False
+        self._has_left = self._is_over = False
         self._cause: BaseException | None = None  # why this rank ends it on all ranks
 
     def take(self) -> tuple[str, Tensor]:
@@ -215,12 +216,12 @@ class StreamTransfer:
             StopIteration: There is none, or this rank has left.
             FastloadError: A rank failed.
         """
-        if self._is_over or self._rest is not None:
+        if self._is_over or self._has_left:
             raise StopIteration
         return next(self._tensors)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leaves the stream, and goes on in the background for the other ranks.
+        """Leaves the stream, and goes on for the other ranks: in the background, unless rounds need an order.
 
         Args:
             error: Ends the stream on all ranks; None does not.
@@ -230,8 +231,13 @@ class StreamTransfer:
         if error is not None and self._cause is None:
             self._cause = error
             self._world.flag_failure()
-        if self._rest is None:
-            self._stream_buffer.close()
+        if self._has_left:
+            return
+        self._has_left = True
+        self._stream_buffer.close()
+        if self._job.pipeline.transport.starts_in_order:
+            self._finish()
+        else:
             self._rest = Task(self._finish, "fastload-rest")
             self._rest.start()
 
@@ -246,8 +252,8 @@ class StreamTransfer:
                 errors: list[BaseException] = []
                 try:
                     for in_place in self._job.pipeline.steps(self._ends_before):
-                        yield from self._stream_buffer.hand_out(in_place)
-                    yield from self._stream_buffer.hand_out(())
+                        yield from self._stream_buffer.hand_out(in_place, self._world.patience_s)
+                    yield from self._stream_buffer.hand_out((), self._world.patience_s)
                 except Exception as error:
                     errors.append(error)
                 if self._cause is not None:
@@ -258,7 +264,7 @@ class StreamTransfer:
             self._stream_buffer.close()
 
     def _ends_before(self, number: int) -> bool:
-        if self._rest is None:
+        if not self._has_left:
             return False
         return self._job.matched.decision.alone or self._departure.ends_before(number)
 
@@ -269,7 +275,7 @@ class StreamTransfer:
                 self._departure.leave(self._job.pipeline.num_posted)
             for _ in self._tensors:
                 pass
-        except BaseException as error:
+        except Exception as error:
             _log.debug("after this rank had left: %s", error)
         finally:
             self._cause = None
@@ -462,7 +468,7 @@ class BoxStreamTransfer:
     def _load_window(self, window: range) -> None:
         boxes = {} if self._has_left else self._plan.allocate(window)
         staging_bytes = max(_LEAST_STAGING_BYTES, self._session.opened.options.staging_bytes // 2)
-        self._session.load(BoxRequest(boxes), staging_bytes=staging_bytes)
+        self._session.load(BoxRequest(boxes, in_background=True), staging_bytes=staging_bytes)
         here = [(name, tensor) for name, pairs in boxes.items() for _, tensor in pairs]
         if here and not self._has_left:
             self._coming.put(here)
@@ -575,22 +581,23 @@ class StreamBuffer:
             else:
                 self._fill(index, filling, begin, piece)
 
-    def settle(self) -> None:
-        """Returns once all bytes placed so far have left their buffers."""
+    def settle(self, limit_s: float) -> None:
+        """Returns once all bytes placed so far have left their buffers; see `synchronize`."""
         if is_accelerator(self._device):
-            synchronize(self._device)
+            synchronize(self._device, limit_s)
 
-    def hand_out(self, in_place: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
+    def hand_out(self, in_place: Sequence[tuple[int, int]], limit_s: float) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that a round has completed.
 
         Args:
             in_place: (start, length) of byte ranges that were read or received into their tensors.
+            limit_s: As for `settle`.
         """
         for start, nbytes in in_place:
             for index, begin, end in self._cut(start, nbytes):
                 self._left[index] -= end - begin
         while True:
-            self.settle()
+            self.settle(limit_s)
             while not self._is_closed and self._next < len(self._wanted) and not self._left[self._next]:
                 yield from self._take()
             if not self._waiting or self._is_closed:

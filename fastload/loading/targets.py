@@ -373,10 +373,10 @@ class TensorWriter:
         for one in begun:
             one.result()
 
-    def settle(self) -> None:
-        """Returns once all bytes placed so far have left their buffers."""
+    def settle(self, limit_s: float) -> None:
+        """Returns once all bytes placed so far have left their buffers; see `synchronize`."""
         for device in self._devices:
-            synchronize(device)
+            synchronize(device, limit_s)
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
         if destination.is_plain and destination.alias is not None:

@@ -106,7 +106,9 @@ def describe(call: SaveCall, state: Any) -> RankState:
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options, call.stem)
-    reader = StateReader(layout, tensors, description.uncounted, description.shards)
+    reader = StateReader(
+        layout, tensors, description.uncounted, description.shards, patience_s=world.patience_s
+    )
     sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     shard_map = _predict_shards(world, tensors, sharded, layout, reader, options)
     compared, digests = {}, b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
@@ -29,6 +30,7 @@ class StateReader:
         tensors: Name → tensor; any strides, any device.
         uncounted: Names of tensors that may change without torch counting it; see `StateEncoding`.
         shards: Local tensors with version counters of their own; likewise.
+        patience_s: How long `settle` may take.
 
     Attributes:
         watch: Time of copies.
@@ -41,6 +43,7 @@ class StateReader:
         tensors: Mapping[str, Tensor],
         uncounted: Collection[str] = (),
         shards: Mapping[int, Tensor] = MappingProxyType({}),
+        patience_s: float = math.inf,
     ) -> None:
         self.watch = Stopwatch()
         self.streams = DeviceStreams.of_caller(accelerators_of(tensors.values()))
@@ -48,6 +51,7 @@ class StateReader:
         self._tensors = tensors
         self._uncounted = uncounted
         self._shards = shards
+        self._patience_s = patience_s
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
 
     @classmethod
@@ -154,9 +158,13 @@ class StateReader:
         return host_view(byte_view(tensor))
 
     def settle(self) -> None:
-        """Waits for all copies that were started."""
+        """Waits for all copies that were started.
+
+        Raises:
+            DeadlineExceeded: A device took too long.
+        """
         with self.watch:
-            self.streams.synchronize()
+            self.streams.synchronize(self._patience_s)
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Returns the boxes of a tensor that this rank holds."""

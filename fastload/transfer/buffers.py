@@ -39,8 +39,8 @@ class Writer(Protocol):
         """Copies data to a range of the requested bytes; it may use the data until `settle`."""
         ...
 
-    def settle(self) -> None:
-        """Waits until no data placed so far is in use."""
+    def settle(self, limit_s: float) -> None:
+        """Waits until no data placed so far is in use; raises `DeadlineExceeded` after so many seconds."""
         ...
 
 

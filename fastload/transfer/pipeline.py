@@ -27,7 +27,6 @@ from fastload.transfer.transport import (
     OwnChunk,
     Round,
     Transport,
-    wait,
 )
 
 
@@ -58,7 +57,7 @@ def _open_transport(
 
 
 class Starter:
-    """A thread that starts each round once the read of this rank's chunk has ended.
+    """Starts each round once the read of this rank's chunk has ended: in a thread, or if the caller says so.
 
     Args:
         reader: Reads the chunks; stopped once one of them could not be read.
@@ -79,6 +78,7 @@ class Starter:
         self._transport = transport
         self._buffers = buffers
         self._thread = Workers(1, "fastload-start")
+        self._posted: deque[tuple[Round, Future[None] | None]] = deque()  # until `start_until`
         self._is_ending = self._has_ended = False
 
     @property
@@ -87,8 +87,33 @@ class Starter:
         return self.read_error is not None and not isinstance(self.read_error, StorageError)
 
     def post(self, work: Round, read: Future[None] | None) -> None:
-        """Starts a round once a read has ended, or at once if this rank has no chunk in it."""
-        self._thread.submit(partial(self._start, work, read))
+        """Starts a round once a read has ended, or at once if this rank has no chunk in it.
+
+        If the transport starts rounds in order, `start_until` does.
+        """
+        if self._transport.starts_in_order:
+            self._posted.append((work, read))
+        else:
+            self._thread.submit(partial(self._start_later, work, read))
+
+    def start_until(self, number: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Starts the rounds that were posted, up to one of them, in this thread.
+
+        Args:
+            number: Number of the last one, over all plans.
+            until_s: Longest wait for a read, in seconds.
+            give_up: Polled; True ends the wait.
+
+        Raises:
+            StorageError: A read did not end in time.
+            Interrupted: `give_up` returned True.
+        """
+        while self._posted and self._posted[0][0].index <= number:
+            work, read = self._posted.popleft()
+            if read is not None:
+                late = partial(self._reader.overdue, 0.0)
+                await_done(read, give_up=give_up, limit_s=until_s, late=late)
+            self._start(work, read)
 
     def end(self) -> None:
         """Ends the thread after the rounds whose chunks are read."""
@@ -98,9 +123,10 @@ class Starter:
     def close(self, *, wait_s: float) -> None:
         """Waits for the thread."""
         self._thread.close(wait_s=wait_s)
+        self._posted.clear()
         self.read_error = None  # else error → traceback → frame → self → error would keep the buffers alive
 
-    def _start(self, work: Round, read: Future[None] | None) -> None:
+    def _start_later(self, work: Round, read: Future[None] | None) -> None:
         if self._has_ended:
             return
         if read is not None:
@@ -109,6 +135,10 @@ class Starter:
             except Interrupted:
                 self._has_ended = True
                 return
+        self._start(work, read)
+
+    def _start(self, work: Round, read: Future[None] | None) -> None:
+        """Starts a round whose chunk is read."""
         unpacked = self._pack(work)  # even an unread chunk, since others wait for its messages
         # Not result(): the traceback of a raised error has this frame, and so forms a cycle with the error.
         error = unpacked or (read.exception() if read is not None else None)
@@ -223,6 +253,10 @@ class Pipeline:
     caller's thread places what has arrived and posts the next round into the free buffer. So at most
     `plan.depth` rounds are in flight. A chunk for one piece of host memory is read, received and forwarded
     there; others go through the buffer. With several windows, chunks are read ahead of the rounds in flight.
+
+    Between devices the caller's thread passes chunks on, too, one round ahead of the one that it waits for.
+    So at the end of each step the same rounds have started on all ranks, and the caller's own collectives
+    follow them in one order.
 
     A rank that cannot read sends a status with its chunk and continues with the rounds in flight, so no rank
     waits for it. If all ranks learn of that in the same round, the remaining bytes are dealt again to the
@@ -378,6 +412,7 @@ class Pipeline:
                 self.num_posted += 1
             if not rounds:
                 break
+            self._start_ordered(rounds)
             unread = self._finish(plan, index, rounds[0])
             yield _ranges_in_place(rounds[0])
             self._recycle(rounds.popleft())
@@ -416,6 +451,11 @@ class Pipeline:
         self._starter.post(work, read)
         return work
 
+    def _start_ordered(self, rounds: Sequence[Round]) -> None:
+        """Starts the round to wait for and the next one, if the transport starts rounds in order."""
+        last, until_s = rounds[min(1, len(rounds) - 1)], self._world.patience_s
+        self._starter.start_until(last.index, until_s=until_s, give_up=self._world.peer_failed)
+
     def _is_lost(self) -> bool:
         """Whether a rank failed, also this one in another thread."""
         return self._world.peer_failed() or self._starter.is_lost
@@ -431,7 +471,7 @@ class Pipeline:
 
     def _await(self, work: Round) -> None:
         try:
-            wait(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
+            self.transport.wait(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
         except DeadlineExceeded:
             # To blame is this rank's storage if its own chunk is not read yet, and else the exchange.
             overdue = None if work.started.is_set() else self.reader.overdue(at_least_s=0.0)
@@ -442,7 +482,7 @@ class Pipeline:
 
     def _recycle(self, work: Round) -> None:
         # Copies to a device may still read the buffer.
-        self._placing.writer.settle()
+        self._placing.writer.settle(self._world.patience_s)
         self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
 
 

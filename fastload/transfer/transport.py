@@ -146,6 +146,16 @@ class Transport:
         return False
 
     @property
+    def starts_in_order(self) -> bool:
+        """Whether rounds have to start at the same place of the program on all ranks.
+
+        NCCL wants its kernels started in one order on all devices, those of other communicators included. If
+        rounds started while the caller's thread starts collectives of its own, two ranks could have them in
+        different orders in the queues of their devices, and wait for each other for ever.
+        """
+        return False
+
+    @property
     def bytes_in(self) -> int:
         """Bytes received through sockets, for this rank or for others of its host."""
         return 0
@@ -209,6 +219,21 @@ class Transport:
         """Sends the messages of this rank's chunk, and its status: 0 if it could be read."""
         raise NotImplementedError
 
+    def wait(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Waits until every message of a round has arrived.
+
+        Args:
+            work: The round.
+            until_s: Longest wait in seconds.
+            give_up: Polled; True ends the wait.
+
+        Raises:
+            Interrupted: The transport failed, or `give_up` returned True.
+            DeadlineExceeded: It took too long.
+        """
+        wait_for(work.done, f"round {work.index}", until_s, give_up)
+        require_unbroken(work)
+
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         """Waits until the memory of a round may be overwritten; arguments and errors as for `wait`."""
 
@@ -217,25 +242,14 @@ class Transport:
         self._buffers.clear()
 
 
-def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until every message of a round has arrived.
-
-    Args:
-        work: The round.
-        until_s: Longest wait in seconds.
-        give_up: Polled; True ends the wait.
-
-    Raises:
-        Interrupted: The transport failed, or `give_up` returned True.
-        DeadlineExceeded: It took too long.
-    """
-    wait_for(work.done, f"round {work.index}", until_s, give_up)
+def require_unbroken(work: Round) -> None:
+    """Raises the error of the transport in a round that has ended, as `Interrupted`."""
     if work.error is not None:
         raise Interrupted(f"the exchange of round {work.index} broke: {work.error}") from work.error
 
 
 def wait_for(event: threading.Event, what: str, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits for an event, named `what` in messages; other arguments and errors are those of `wait`."""
+    """Waits for an event, named `what` in messages; the rest is as for `Transport.wait`."""
     deadline = time.monotonic() + until_s
     # Polled even if the event is set: a rank that never waits must also notice failures.
     while not give_up():
@@ -247,7 +261,7 @@ def wait_for(event: threading.Event, what: str, until_s: float, give_up: Callabl
 
 
 def wait_sent(work: Round, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until all messages of a round are sent; arguments and errors are those of `wait`."""
+    """Waits until all messages of a round are sent; arguments and errors are those of `Transport.wait`."""
     wait_for(work.sent, f"sending round {work.index}", until_s, give_up)
     if work.error is not None:
         raise Interrupted(f"round {work.index} did not reach the others: {work.error}")

@@ -45,7 +45,7 @@ __all__ = [
     "version_of",
 ]
 
-TIMEOUT_S = 1.6
+TIMEOUT_S = 2.2
 _MIB = 1 << 20
 
 

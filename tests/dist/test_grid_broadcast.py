@@ -19,6 +19,22 @@ _CHUNK_BYTES = 37
 _PATIENCE = timedelta(seconds=60)
 
 
+class Blocking:
+    """A Gloo group whose calls return once they are over, since host memory has no streams to wait."""
+
+    supports_coalescing = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.size, self.rank = group.size, group.rank
+
+    def broadcast(self, *arguments: Any) -> None:
+        self._group.broadcast(*arguments).wait()
+
+    def _allgather_base(self, *arguments: Any) -> None:
+        self._group._allgather_base(*arguments).wait()
+
+
 def broadcast_of(grid: Grid, rank: int) -> GridBroadcast:
     """Has a Gloo group for each axis of a rank."""
     store = dist.distributed_c10d._get_default_store()
@@ -26,10 +42,10 @@ def broadcast_of(grid: Grid, rank: int) -> GridBroadcast:
     for phase in range(grid.num_phases):
         axis = grid.axis(rank, phase)
         namespace = dist.PrefixStore(f"axes/{phase}/{axis[0]}", store)
-        is_alone = len(axis) == 1
-        groups.append(
-            None if is_alone else dist.ProcessGroupGloo(namespace, axis.index(rank), len(axis), _PATIENCE)
-        )
+        group = None
+        if len(axis) > 1:
+            group = Blocking(dist.ProcessGroupGloo(namespace, axis.index(rank), len(axis), _PATIENCE))
+        groups.append(group)
     return GridBroadcast(grid, rank, groups, lambda phase: nullcontext())
 
 

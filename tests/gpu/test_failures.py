@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload.transfer.device_transport import CommunicatorSet
+from fastload.transfer.communicators import CommunicatorSet
 from tests.dist.patience import patient
 from tests.dist.test_sharded_failures import before_reads
 from tests.gpu.devices import Devices, on_devices

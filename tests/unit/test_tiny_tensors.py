@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def counting_calls() -> Iterator[Counter[str]]:
     """Counts the calls of functions, those written in C too, in this thread and in those it starts."""
     counts: Counter[str] = Counter()
+    gc.collect()  # what other tests have left, which may have finalizers
 
     def count(frame: Any, event: str, what: Any) -> None:
         counts[event] += 1
