@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
@@ -150,8 +150,9 @@ def synchronize(device: torch.device, limit_s: float) -> None:
 
 
 def _synchronize(stream: torch.Stream, limit_s: float) -> None:
-    # An event: the stream itself may be given more work meanwhile.
-    poll(stream.record_event().query, f"the work queued on {stream.device}", limit_s)
+    with use_stream(stream):
+        # An event: the stream itself may be given more work meanwhile.
+        poll(stream.record_event().query, f"the work queued on {stream.device}", limit_s)
 
 
 _streams: defaultdict[torch.device, list[torch.Stream]] = defaultdict(list)  # that nobody uses now
@@ -160,12 +161,13 @@ _streams: defaultdict[torch.device, list[torch.Stream]] = defaultdict(list)  # t
 def take_stream(device: torch.device) -> torch.Stream:
     """Returns a stream of a device, for `give_back_streams` later.
 
-    It has a high priority: torch takes those from a pool that few programs use.
+    On CUDA, torch has a pool of streams for each priority. Programs take theirs from those of 0 and -1, and
+    torch's process groups from those of 0 and -3.
     """
     try:
         return _streams[device].pop()
     except IndexError:
-        return torch.Stream(device, priority=-1)
+        return torch.Stream(device, priority=-2)
 
 
 def give_back_streams(streams: Iterable[torch.Stream]) -> None:
@@ -174,17 +176,12 @@ def give_back_streams(streams: Iterable[torch.Stream]) -> None:
         _streams[stream.device].append(stream)
 
 
-@contextmanager
-def use_stream(stream: torch.Stream) -> Iterator[None]:
-    """Makes a stream and its device current in this thread."""
-    device_before = torch.accelerator.current_device_index()
-    stream_before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(stream_before)
-        _return_to(device_before)
+def use_stream(stream: torch.Stream) -> AbstractContextManager[None]:
+    """Makes a stream and its device current in this thread, for a while.
+
+    Events are used within, too: in a thread of fastload's, whose own device is 0, they would start that one.
+    """
+    return DeviceStreams([stream]).current()
 
 
 def _return_to(index: int) -> None:
@@ -192,8 +189,10 @@ def _return_to(index: int) -> None:
 
     A new thread has device 0 as its current one. To start a device takes half a gigabyte of its memory.
     """
-    maybe_exchange = getattr(torch._C, "_accelerator_maybeExchangeDevice", None)
-    if maybe_exchange is None and torch.accelerator.current_accelerator().type == "cuda":
+    maybe_exchange: Callable[[int], object] | None = getattr(
+        torch._C, "_accelerator_maybeExchangeDevice", None
+    )
+    if maybe_exchange is None and torch.cuda.is_available():  # torch 2.6 and 2.7
         maybe_exchange = torch.cuda._maybe_exchange_device
     (maybe_exchange or torch.accelerator.set_device_index)(index)
 
@@ -240,7 +239,6 @@ class DeviceStreams:
         before = [torch.accelerator.current_stream(stream.device) for stream in self._streams]
         for stream in self._streams:
             torch.accelerator.set_stream(stream)
-        _return_to(device_before)
         try:
             yield
         finally:

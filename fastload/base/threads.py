@@ -41,11 +41,16 @@ class Task:
     Args:
         work: The work. An exception that it raises ends the thread.
         name: Name of the thread meanwhile.
+        ends_thread: Whether the thread ends with the work, since the work may spoil it for others.
+
+    Attributes:
+        ends_thread: As given.
     """
 
-    def __init__(self, work: Callable[[], object], name: str) -> None:
+    def __init__(self, work: Callable[[], object], name: str, *, ends_thread: bool = False) -> None:
         self._work: Callable[[], object] | None = work
         self._name = name
+        self.ends_thread = ends_thread
         self._has_begun = False
         self._ended = threading.Event()
 
@@ -115,6 +120,8 @@ class _ThreadPool:
         while (task := tasks.pop()) is not None:
             try:
                 task.do()
+                if task.ends_thread:
+                    return
                 threading.current_thread().name = _IDLE_NAME
                 with self._lock:
                     self._idle.append(inbox)  # before `join` returns, so that the next task finds it
@@ -187,11 +194,13 @@ class Workers:
     Args:
         num_threads: Number of calls at once; calls begin in the order in which they are submitted.
         name: Prefix of the names of the threads, which start when they are needed.
+        end_threads: Whether the threads serve nobody else afterwards.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, end_threads: bool = False) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._most = num_threads
+        self._end_threads = end_threads
         self._name = name
         self._threads: list[Task] = []
         self._lock = threading.Lock()
@@ -219,7 +228,8 @@ class Workers:
 
     def _start(self) -> None:
         """Starts one more thread, unless the system cannot and there are others."""
-        thread = Task(self._serve, f"{self._name}-{len(self._threads)}")
+        name = f"{self._name}-{len(self._threads)}"
+        thread = Task(self._serve, name, ends_thread=self._end_threads)
         try:
             thread.start()
         except RuntimeError:

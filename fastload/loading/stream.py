@@ -49,8 +49,8 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     """Pairs of a name and a tensor; made by `Checkpoint.tensors`, for all ranks to iterate over.
 
     A rank may leave it at any time, with ``break``, `close`, or by dropping it. It then does its part for the
-    other ranks until they have their tensors: in the background, or before `close` returns if the ranks
-    exchange data between their devices. The transfer ends once all have left. As a
+    other ranks until they have their tensors: in the background, or if data go from device to device in
+    `close` and that of its checkpoint. The transfer ends once all have left. As a
     context manager, or within that of its checkpoint, an exception ends it on all ranks.
     """
 
@@ -74,7 +74,8 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
 
     def __del__(self) -> None:
         with suppress(RuntimeError):  # no thread can start while the interpreter ends
-            self.close()
+            if not (self._session.is_inherited or self._transfer.leaves_in_order):
+                self._transfer.leave()
 
     def close(self) -> None:
         """Leaves the stream; does nothing at its end. Later tensors are not handed out."""
@@ -209,6 +210,11 @@ class StreamTransfer:
         self._has_left = self._is_over = False
         self._cause: BaseException | None = None  # why this rank ends it on all ranks
 
+    @property
+    def leaves_in_order(self) -> bool:
+        """Whether what is left to do for other ranks is done in the caller's thread, when it says so."""
+        return self._job.pipeline.transport.starts_in_order
+
     def take(self) -> tuple[str, Tensor]:
         """Returns the next tensor.
 
@@ -221,7 +227,7 @@ class StreamTransfer:
         return next(self._tensors)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leaves the stream, and goes on for the other ranks: in the background, unless rounds need an order.
+        """Leaves the stream, and goes on for the other ranks, in the background unless `leaves_in_order`.
 
         Args:
             error: Ends the stream on all ranks; None does not.
@@ -235,7 +241,7 @@ class StreamTransfer:
             return
         self._has_left = True
         self._stream_buffer.close()
-        if self._job.pipeline.transport.starts_in_order:
+        if self.leaves_in_order:
             self._finish()
         else:
             self._rest = Task(self._finish, "fastload-rest")
@@ -410,6 +416,7 @@ class BoxStreamTransfer:
         self._has_left = False
         self._errors: list[BaseException] = []
         self._cause: BaseException | None = None  # why this rank ends it on all ranks
+        self.leaves_in_order = False
         self._thread = Task(self._run, "fastload-windows")
         self._thread.start()
 

@@ -26,7 +26,6 @@ from fastload.errors import DeadlineExceeded, Interrupted
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: the kernels of all phases have to run at once
-_NO_WATCHDOG = {"BLOCKING_WAIT": "1", "ASYNC_ERROR_HANDLING": "0", "DESYNC_DEBUG": "0"}
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _environment_lock = threading.Lock()
 
@@ -185,7 +184,7 @@ def _use_once(groups: Iterable[Any], device: torch.device, limit_s: float) -> No
     with torch.inference_mode(), use_stream(stream):
         nothing = torch.zeros(1, dtype=torch.uint8, device=device)
         for group in groups:
-            follow(broadcast(group, nothing, 0))
+            follow(group, broadcast(group, nothing, 0))
         poll(stream.record_event().query, "the first operation of a communicator", limit_s)
     give_back_streams([stream])
 
@@ -209,10 +208,17 @@ def _on_this_stream(options: Any) -> Any:
     return options
 
 
-def follow(work: Any) -> None:
-    """Has the current stream wait for a work, unless it runs there and so has no work."""
-    if work is not None:
-        work.synchronize()  # `wait` would block the host, without a watchdog
+def follow(group: Any, work: Any) -> None:
+    """Has the current stream wait for a work of a communicator, unless it runs there and so is None.
+
+    `Work.wait` would block the host: it does without a watchdog.
+    """
+    if work is None:
+        return
+    if group.name() == "nccl" and _TORCH >= (2, 9):  # without a warning
+        work.block_current_stream()
+    else:
+        work.synchronize()
 
 
 def _make_backend(name: str, store: Any, rank: int, size: int, device: torch.device) -> Any:
@@ -270,11 +276,11 @@ _MAKERS: Mapping[str, Callable[[str, Any, int, int], Any]] = {"nccl": _make_nccl
 
 @contextmanager
 def _without_watchdog(name: str) -> Iterator[None]:
-    """Disables torch's watchdog for backends made meanwhile, which read the environment.
-
-    Where `wait` of a work blocks, as it then does, `synchronize` does not.
-    """
-    wanted = {f"TORCH_{name.upper()}_{setting}": value for setting, value in _NO_WATCHDOG.items()}
+    """Disables torch's watchdog for backends made meanwhile, which read the environment."""
+    settings = {"ASYNC_ERROR_HANDLING": "0"}
+    if name != "xccl":  # whose `wait` fails at once then
+        settings["BLOCKING_WAIT"] = "1"
+    wanted = {f"TORCH_{name.upper()}_{setting}": value for setting, value in settings.items()}
     with _environment_lock:
         before = {variable: os.environ.get(variable) for variable in wanted}
         os.environ.update(wanted)

@@ -31,8 +31,8 @@ from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transpo
 class _BackendTransport(Transport):
     """A transport by a backend between devices, which does not count `bytes_in`.
 
-    The caller's thread starts rounds, and polls the events at their ends: another thread would disturb the
-    capture of a graph.
+    The caller's thread polls the events at the ends of rounds: another one would disturb its captures of
+    graphs.
 
     Args:
         name: For the report.
@@ -114,19 +114,20 @@ class _BackendTransport(Transport):
 
     def _note_ended(self) -> bool:
         """Notes the rounds that have ended; returns whether there are no others."""
-        while self._under_way:
-            work, ended, note = self._under_way[0]
-            try:
-                if work.error is None:
-                    if not ended.query():
-                        return False
-                    note()
-            except RuntimeError as error:  # of any earlier kernel
-                work.broke(error)
-            self._under_way.popleft()
-            self._broke |= work.error is not None
-            self.watch.stop(work.began, round=work.index)
-            work.done.set()
+        with use_stream(self._streams[0]):
+            while self._under_way:
+                work, ended, note = self._under_way[0]
+                try:
+                    if work.error is None:
+                        if not ended.query():
+                            return False
+                        note()
+                except RuntimeError as error:  # of any earlier kernel
+                    work.broke(error)
+                self._under_way.popleft()
+                self._broke |= work.error is not None
+                self.watch.stop(work.began, round=work.index)
+                work.done.set()
         return True
 
 
@@ -200,8 +201,7 @@ class DeviceTransport(_BackendTransport):
     def _note(self, work: Round, readers: Sequence[int], statuses: Tensor, on_host: Tensor) -> None:
         """Notes which chunks of a round could not be read."""
         if not on_host.is_pinned():
-            with use_stream(self._streams[0]):
-                on_host.copy_(statuses)
+            on_host.copy_(statuses)
         found = zip(readers, on_host.tolist(), strict=True)
         work.statuses = {rank: status for rank, status in found if status}
 
@@ -258,7 +258,7 @@ class GridBroadcast:
             if is_gather(moves, group.size()):
                 own = moves[group.rank()]
                 into = row[moves[0].begin * part : moves[-1].end * part]
-                follow(all_gather(group, row[own.begin * part : own.end * part], into))
+                follow(group, all_gather(group, row[own.begin * part : own.end * part], into))
             else:
                 _coalesced(
                     group,
@@ -376,7 +376,7 @@ def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
         finally:  # an open group would keep all later calls of this thread, of any group
             works.append(group._end_coalescing())
     for work in works:
-        follow(work)
+        follow(group, work)
 
 
 def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:

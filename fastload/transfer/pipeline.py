@@ -57,7 +57,7 @@ def _open_transport(
 
 
 class Starter:
-    """Starts each round once the read of this rank's chunk has ended: in a thread, or if the caller says so.
+    """A thread that starts each round once the read of this rank's chunk has ended.
 
     Args:
         reader: Reads the chunks; stopped once one of them could not be read.
@@ -77,7 +77,8 @@ class Starter:
         self._reader = reader
         self._transport = transport
         self._buffers = buffers
-        self._thread = Workers(1, "fastload-start")
+        # A failed call of NCCL can leave a group of calls open in its thread, for ever.
+        self._thread = Workers(1, "fastload-start", end_threads=transport.starts_in_order)
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()  # until `start_until`
         self._is_ending = self._has_ended = False
 
@@ -89,7 +90,7 @@ class Starter:
     def post(self, work: Round, read: Future[None] | None) -> None:
         """Starts a round once a read has ended, or at once if this rank has no chunk in it.
 
-        If the transport starts rounds in order, `start_until` does.
+        If the transport starts rounds in order, it waits for `start_until`.
         """
         if self._transport.starts_in_order:
             self._posted.append((work, read))
@@ -97,23 +98,26 @@ class Starter:
             self._thread.submit(partial(self._start_later, work, read))
 
     def start_until(self, number: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Starts the rounds that were posted, up to one of them, in this thread.
+        """Starts the rounds that were posted, up to one of them; returns once they have started.
 
         Args:
             number: Number of the last one, over all plans.
-            until_s: Longest wait for a read, in seconds.
+            until_s: Longest wait for each, in seconds.
             give_up: Polled; True ends the wait.
 
         Raises:
             StorageError: A read did not end in time.
+            DeadlineExceeded: The transport did not start a round in time.
             Interrupted: `give_up` returned True.
         """
         while self._posted and self._posted[0][0].index <= number:
             work, read = self._posted.popleft()
             if read is not None:
-                late = partial(self._reader.overdue, 0.0)
+                late: Callable[[], Exception | None] = partial(self._reader.overdue, 0.0)
                 await_done(read, give_up=give_up, limit_s=until_s, late=late)
-            self._start(work, read)
+            late = partial(DeadlineExceeded, f"round {work.index} did not start within {until_s:.1f} s")
+            started = self._thread.submit(partial(self._start, work, read))
+            await_done(started, give_up=give_up, limit_s=until_s, late=late)
 
     def end(self) -> None:
         """Ends the thread after the rounds whose chunks are read."""
@@ -254,9 +258,9 @@ class Pipeline:
     `plan.depth` rounds are in flight. A chunk for one piece of host memory is read, received and forwarded
     there; others go through the buffer. With several windows, chunks are read ahead of the rounds in flight.
 
-    Between devices the caller's thread passes chunks on, too, one round ahead of the one that it waits for.
-    So at the end of each step the same rounds have started on all ranks, and the caller's own collectives
-    follow them in one order.
+    Between devices the thread passes chunks on only when the caller's thread says so: one round ahead of the
+    one that it waits for. So at the end of each step the same rounds have started on all ranks, and the
+    caller's own collectives follow them in one order.
 
     A rank that cannot read sends a status with its chunk and continues with the rounds in flight, so no rank
     waits for it. If all ranks learn of that in the same round, the remaining bytes are dealt again to the
