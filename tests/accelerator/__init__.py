@@ -12,7 +12,8 @@
 Every process has four devices. As far as the host can see they behave like CUDA devices at their worst:
 
 - **Memory** is the device's own. A host that touches it, by ``data_ptr()``, dies of SIGSEGV.
-- **Streams** are threads. Every operator, copy and collective only starts when it is called, and ends after
+- **Streams** are threads, and come from pools that hand them out in turn: 32 for each device and priority, of
+  which communicators take theirs, too. So a stream is sooner or later also somebody else's. Every operator, copy and collective only starts when it is called, and ends after
   the delay that a test has set. Only ``item()``, blocking copies, and operators whose result's shape depends
   on values wait.
 - **Copies** with ``non_blocking=True`` are asynchronous both with pinned and with pageable memory: what a
@@ -25,6 +26,13 @@ Every process has four devices. As far as the host can see they behave like CUDA
 - **Order** is checked, however the threads run: two operations on the same bytes of which one writes, on
   streams that do not wait for each other, are a fault. So is the reuse of memory that another stream may
   still use. `Emulator.faults` has them; a test ends by asserting that there are none.
+
+- **Communicators** have a watchdog, unless they are made with ``TORCH_EMCCL_BLOCKING_WAIT=1`` in the environment:
+  then `Work.wait` keeps the host, too. ``_start_coalescing`` opens a group of the calling thread. After an error
+  inside, it stays open, and what this thread calls on any communicator is not launched.
+- **Contexts** are made as CUDA makes them: `Emulator.contexts` has them.
+
+In what devices, drivers and versions do differently, a test is in one `Mode`: `Emulator.mode`.
 
 Limits: there is no `split_group`, and sends and receives run on the communicator of their group, not on one
 for each pair of ranks.
@@ -39,6 +47,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -46,12 +55,47 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["BACKEND", "GROUP", "NAME", "POISON", "Communicator", "Emulator", "accelerator"]
+__all__ = ["BACKEND", "GROUP", "MODES", "NAME", "POISON", "Communicator", "Emulator", "Mode", "accelerator"]
 
 NAME = "emu"
 BACKEND = "emccl"
 GROUP = f"cpu:gloo,{NAME}:{BACKEND}"
 POISON = 0xDB  # each byte of memory that was freed
+
+
+class Mode(NamedTuple):
+    """What the emulated accelerator does in one of several ways that all occur."""
+
+    pool: int = 32
+    """Streams that a device has for each priority."""
+    one_queue: bool = False
+    """With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, operations of a device begin in the order in which they were launched.
+
+    One that cannot yet, since its stream is busy or it waits for an event, holds up all later ones of all streams.
+    Those that have begun run at the same time.
+    """
+    slow_aborts: bool = False
+    """Aborting frees memory, and so returns when all that was launched on the device is over, by whomever."""
+    ready_s: float | None = None
+    """``eager_connect_single_device`` returns at once, and begins to connect after this time.
+
+    An operation that is called before all ranks are connected waits for them. So does ``abort``, behind it, for
+    at most ``TORCH_EMCCL_NONBLOCKING_TIMEOUT`` seconds (30 min).
+    """
+    dump_s: float | None = None
+    """How long a process outlives a failure that the watchdog of any communicator of its job has seen.
+
+    It lives if it has no other communicator with a watchdog. An abort is no failure; a rank that is gone is one.
+    """
+
+
+MODES = {
+    "plain": Mode(),
+    "few streams": Mode(pool=2),
+    "one queue": Mode(one_queue=True),
+    "slow aborts": Mode(slow_aborts=True, ready_s=0.02),
+    "watchdog": Mode(dump_s=0.2),
+}
 
 
 class Communicator(NamedTuple):
@@ -76,8 +120,38 @@ class Emulator:
         library.emu_hold.restype = ctypes.c_int64
         library.emu_let_go.argtypes = (ctypes.c_int64,)
         library.emu_limit.argtypes = ctypes.c_int, ctypes.c_int64
+        library.emu_mode.argtypes = ctypes.c_int, ctypes.c_bool, ctypes.c_bool, ctypes.c_double, ctypes.c_double
         library.emu_seed.argtypes = ctypes.c_int, ctypes.c_uint64
         library.emu_get_random.argtypes = library.emu_set_random.argtypes = ctypes.c_int, ctypes.c_void_p
+        self._contexts: dict[int, list[str]] = {}
+        self._on_use = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._note_use)  # as long as the library calls it
+        library.emu_on_use(self._on_use)
+
+    def mode(self, mode: str | Mode) -> None:
+        """Sets the mode of this process, by its name in `MODES` or as it is."""
+        if isinstance(mode, str):
+            mode = MODES[mode]
+        off = -1.0
+        self._library.emu_mode(
+            mode.pool,
+            mode.one_queue,
+            mode.slow_aborts,
+            off if mode.ready_s is None else mode.ready_s,
+            off if mode.dump_s is None else mode.dump_s,
+        )
+
+    def contexts(self) -> dict[int, list[str]]:
+        """Returns the devices that have a context, with the names of the threads that set or used them.
+
+        As with CUDA 12, a thread makes a context by setting a device that is not its own yet: also when it sets
+        device 0 again, on which all threads begin. A guard, as `torch.accelerator.device_index`, does not.
+        """
+        return {device: list(names) for device, names in sorted(self._contexts.items())}
+
+    def _note_use(self, device: int) -> None:
+        # `threading.current_thread` would leave an entry for a thread that is not Python's.
+        thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+        self._contexts.setdefault(device, []).append(thread.name if thread else "one of torch's")
 
     def counters(self, *, reset: bool = False) -> dict[str, int]:
         """Returns what was counted since the last reset; what never happened is not there.
@@ -111,7 +185,8 @@ class Emulator:
         """Has PyTorch's watchdog end the process when a collective is late or a peer of it is gone.
 
         Off at first: it waits until the communicator is aborted. Never of a communicator that was made while
-        the environment had ``TORCH_EMCCL_ASYNC_ERROR_HANDLING=0``.
+        the environment had ``TORCH_EMCCL_BLOCKING_WAIT=1``, or ``TORCH_EMCCL_ASYNC_ERROR_HANDLING=0``, which
+        ``TORCH_EMCCL_DESYNC_DEBUG=1`` and ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` override.
         """
         self._library.emu_watchdog(on)
 

@@ -57,8 +57,9 @@ def _build(built: Path) -> None:
     work = built.with_suffix(f".{os.getpid()}")
     work.mkdir()
     try:
-        # Two sources are one unit: the headers of torch take longer than what follows them.
-        units = [[_HERE / "runtime.cpp"], ["-include", _HERE / "tensors.cpp", _HERE / "group.cpp"]]
+        # Several sources are one unit: the headers of torch take longer than what follows them.
+        with_torch = ["-include", _HERE / "tensors.cpp", "-include", _HERE / "communicator.cpp"]
+        units = [[_HERE / "runtime.cpp"], [_HERE / "devices.cpp"], [*with_torch, _HERE / "group.cpp"]]
         objects = [work / f"{number}.o" for number in range(len(units))]
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
         _run(

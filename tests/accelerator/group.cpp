@@ -1,26 +1,18 @@
-// A backend for process groups with the semantics of NCCL, over local sockets.
+// A backend for process groups with the semantics of NCCL.
 //
-// A communicator connects at its first collective, which waits on the host for all ranks. Its operations run
-// one after another, in the order of the calls, on its own stream, or on the caller's if the call is not
-// asynchronous. What ranks exchange begins with a header: where they called different collectives, that is a
-// fault, and the operation never ends, as when another rank is gone, before somebody aborts.
+// The operations of a communicator run one after another, in the order of the calls, on its own stream, or on the
+// caller's if the call is not asynchronous. What ranks exchange begins with a header: where they called different
+// collectives, that is a fault, and the operation never ends, as when another rank is gone, before somebody aborts.
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
-#include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <thread>
 
+#include "communicator.hpp"
 #include "tensors.hpp"
 
 namespace emu {
@@ -31,281 +23,6 @@ using c10d::OpType;
 using c10d::ReduceOp;
 using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Clocked = std::chrono::steady_clock;
-
-std::atomic<bool> watched{false}; // whether a failed operation ends the process, as PyTorch's watchdog does
-
-// As with NCCL, whoever makes a communicator may have asked for it not to.
-bool may_end_process() {
-  const char* how = std::getenv("TORCH_EMCCL_ASYNC_ERROR_HANDLING");
-  return how == nullptr || std::string(how) != "0";
-}
-
-// What one rank tells another before its bytes.
-struct Header {
-  int32_t kind, root, reduction, dtype;
-  int64_t nbytes;
-
-  bool fits(const Header& other) const {
-    return kind == other.kind && root == other.root && reduction == other.reduction && dtype == other.dtype &&
-        nbytes == other.nbytes;
-  }
-  std::string text() const {
-    return c10d::opTypeToString(OpType(kind)) + " (" + std::to_string(nbytes) + " bytes, root " +
-        std::to_string(root) + ", reduction " + std::to_string(reduction) + ", dtype " + std::to_string(dtype) + ")";
-  }
-};
-
-struct Message {
-  Header header;
-  char* data;
-};
-
-// Bytes to or from one rank, in order.
-struct Channel {
-  std::vector<Message> messages;
-  size_t index = 0, done = 0; // of the current one: bytes with its header
-  Header seen{};
-};
-
-struct Aborted : std::runtime_error {
-  Aborted() : std::runtime_error("the communicator was aborted") {}
-};
-
-int64_t this_thread() { // those of the system have the ids of others that ended
-  static std::atomic<int64_t> count{0};
-  thread_local const int64_t number = count++;
-  return number;
-}
-
-// What tests see of a communicator; it lives longer.
-struct Calls {
-  int size;
-  std::string name;
-  int64_t count = 0;
-  std::set<int64_t> threads; // that called
-};
-std::mutex calls_mutex;
-std::vector<std::shared_ptr<Calls>>& all_calls() {
-  static auto* made = new std::vector<std::shared_ptr<Calls>>;
-  return *made;
-}
-
-struct Communicator {
-  const int rank, size;
-  const std::chrono::milliseconds timeout;
-  std::vector<int> sockets; // by rank
-  const int stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  std::mutex mutex;
-  std::condition_variable changed;
-  int64_t called = 0, turn = 0; // operations
-  const std::shared_ptr<Calls> calls;
-  std::atomic<bool> aborted{false};
-  const bool ends_process = may_end_process();
-
-  Communicator(int rank, int size, std::chrono::milliseconds timeout)
-      : rank(rank), size(size), timeout(timeout), calls(std::make_shared<Calls>()) {
-    calls->size = size;
-    std::lock_guard<std::mutex> lock(calls_mutex);
-    all_calls().push_back(calls);
-  }
-
-  ~Communicator() {
-    for (const int each : sockets) {
-      if (each >= 0) {
-        close(each);
-      }
-    }
-    close(stop);
-  }
-
-  std::string name() const {
-    std::lock_guard<std::mutex> lock(calls_mutex);
-    return calls->name;
-  }
-
-  bool connected() const {
-    return !sockets.empty();
-  }
-
-  void abort() {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!aborted.exchange(true)) {
-      const uint64_t one = 1;
-      (void)!write(stop, &one, sizeof(one));
-      for (const int each : sockets) {
-        if (each >= 0) {
-          shutdown(each, SHUT_RDWR); // the others see that this rank is gone
-        }
-      }
-    }
-    changed.notify_all();
-  }
-
-  // Waits for nothing but an abort, or the watchdog.
-  void hang(const std::string& why, Clocked::time_point began) {
-    for (;;) {
-      pollfd ends{stop, POLLIN, 0};
-      poll(&ends, 1, 50);
-      if (aborted) {
-        throw Aborted();
-      }
-      watch(why, began);
-    }
-  }
-
-  void watch(const std::string& why, Clocked::time_point began) {
-    const bool late = Clocked::now() - began > timeout;
-    if (watched && ends_process && (late || !why.empty())) {
-      fprintf(stderr, "watchdog of communicator %s: %s\n", name().c_str(), why.empty() ? "timeout" : why.c_str());
-      std::abort();
-    }
-  }
-
-  // Sends and receives at once, with all ranks that have messages.
-  void exchange(std::vector<Channel>& out, std::vector<Channel>& in) {
-    const auto began = Clocked::now();
-    for (;;) {
-      std::vector<pollfd> ready{{stop, POLLIN, 0}};
-      std::vector<int> peers{-1};
-      for (int peer = 0; peer < size; ++peer) {
-        const short events = (out[peer].index < out[peer].messages.size() ? POLLOUT : 0) |
-            (in[peer].index < in[peer].messages.size() ? POLLIN : 0);
-        if (events && peer != rank) {
-          ready.push_back({sockets[peer], events, 0});
-          peers.push_back(peer);
-        }
-      }
-      if (peers.size() == 1) {
-        return;
-      }
-      poll(ready.data(), ready.size(), 50);
-      if (aborted) {
-        throw Aborted();
-      }
-      watch("", began);
-      const auto ends = [&](size_t i, short events) {
-        return ready[i].events & events && ready[i].revents & (events | POLLHUP | POLLERR);
-      };
-      const auto gone = [&](size_t i) { hang("rank " + std::to_string(peers[i]) + " is gone", began); };
-      for (size_t i = 1; i < ready.size(); ++i) { // first, so that a mismatch is seen by all
-        if (ends(i, POLLOUT) && !send(out[peers[i]], peers[i])) {
-          gone(i);
-        }
-      }
-      for (size_t i = 1; i < ready.size(); ++i) {
-        if (ends(i, POLLIN) && !receive(in[peers[i]], peers[i])) {
-          gone(i);
-        }
-      }
-    }
-  }
-
- private:
-  // Moves what goes at once. False at the end of the connection.
-  template <class F>
-  bool advance(Channel& channel, Header& header, F move) {
-    Message& message = channel.messages[channel.index];
-    const size_t total = sizeof(Header) + size_t(message.header.nbytes);
-    while (channel.done < total) {
-      const bool head = channel.done < sizeof(Header);
-      char* data = head ? reinterpret_cast<char*>(&header) + channel.done
-                        : message.data + (channel.done - sizeof(Header));
-      const ssize_t moved = move(data, head ? sizeof(Header) - channel.done : total - channel.done);
-      if (moved > 0) {
-        channel.done += size_t(moved);
-        if (channel.done == sizeof(Header)) {
-          return true; // a header that came is looked at first
-        }
-      } else {
-        return moved < 0 && (errno == EAGAIN || errno == EINTR);
-      }
-    }
-    ++channel.index;
-    channel.done = 0;
-    return true;
-  }
-
-  bool send(Channel& channel, int peer) {
-    return advance(channel, channel.messages[channel.index].header, [&](char* data, size_t length) {
-      return ::send(sockets[peer], data, length, MSG_DONTWAIT | MSG_NOSIGNAL);
-    });
-  }
-
-  bool receive(Channel& channel, int peer) {
-    const bool head = channel.done < sizeof(Header);
-    const bool lives = advance(channel, channel.seen, [&](char* data, size_t length) {
-      return ::recv(sockets[peer], data, length, MSG_DONTWAIT);
-    });
-    if (head && channel.done == sizeof(Header)) {
-      const Header& mine = channel.messages[channel.index].header;
-      if (!channel.seen.fits(mine)) {
-        const std::string message = "communicator " + name() + ": rank " + std::to_string(rank) + " called " +
-            mine.text() + " where rank " + std::to_string(peer) + " called " + channel.seen.text();
-        fault("order", message);
-        hang(message, Clocked::now());
-      }
-      if (!mine.nbytes) {
-        ++channel.index;
-        channel.done = 0;
-      }
-    }
-    return lives;
-  }
-};
-
-// Sockets of a communicator, one for each other rank; waits on the host until all have come.
-void connect(Communicator& all, c10d::Store& store) {
-  char folder[] = "/tmp/emu-XXXXXX";
-  TORCH_CHECK(mkdtemp(folder), "cannot make a folder for sockets");
-  const std::string path = std::string(folder) + "/socket";
-  const auto address = [](const std::string& of) {
-    sockaddr_un made{};
-    made.sun_family = AF_UNIX;
-    std::strncpy(made.sun_path, of.c_str(), sizeof(made.sun_path) - 1);
-    return made;
-  };
-  const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const auto own = address(path);
-  TORCH_CHECK(!bind(listener, reinterpret_cast<const sockaddr*>(&own), sizeof(own)) && !listen(listener, 128));
-  const auto clean = [&] {
-    close(listener);
-    unlink(path.c_str());
-    rmdir(folder);
-  };
-  std::vector<int> sockets(all.size, -1);
-  try {
-    store.set("emu/" + std::to_string(all.rank), std::vector<uint8_t>(path.begin(), path.end()));
-    for (int peer = 0; peer < all.size; ++peer) {
-      const auto text = store.get("emu/" + std::to_string(peer));
-      if (peer < all.rank) {
-        const auto other = address(std::string(text.begin(), text.end()));
-        sockets[peer] = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        TORCH_CHECK(
-            !::connect(sockets[peer], reinterpret_cast<const sockaddr*>(&other), sizeof(other)) &&
-                write(sockets[peer], &all.rank, sizeof(int)) == sizeof(int),
-            "rank ", peer, " is gone");
-      }
-    }
-    for (int count = all.rank + 1; count < all.size; ++count) {
-      pollfd ready{listener, POLLIN, 0};
-      TORCH_CHECK(poll(&ready, 1, int(std::min<int64_t>(all.timeout.count(), 1 << 30))) == 1, "a rank did not come");
-      const int made = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-      int peer = -1;
-      TORCH_CHECK(read(made, &peer, sizeof(int)) == sizeof(int) && peer > all.rank && peer < all.size);
-      sockets[peer] = made;
-    }
-  } catch (...) {
-    clean();
-    for (const int each : sockets) {
-      close(each);
-    }
-    throw;
-  }
-  clean();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  all.sockets = std::move(sockets);
-}
 
 // Tensors that an operation still uses, though its caller may have let them go.
 struct Shelf {
@@ -343,15 +60,27 @@ struct Work final : c10d::Work {
     emu::wait(stream(device_, current_stream(device_)), mark_);
     shelf->clear();
   }
-  // Only a barrier, or a call with a timeout, keeps the host.
+  // The host waits for a barrier, with a timeout, and if the communicator was made to wait, as WorkNCCL's does since
+  // torch 2.6. `synchronize` never makes it wait.
   bool wait(std::chrono::milliseconds timeout) override {
     synchronize();
-    if (timeout != kNoTimeout || opType_ == OpType::BARRIER) {
+    const bool blocking = all_->blocking_wait;
+    if (timeout != kNoTimeout || blocking || opType_ == OpType::BARRIER) {
+      const auto limit = timeout == kNoTimeout && blocking ? all_->timeout : timeout;
       const auto began = Clocked::now();
-      while (!isCompleted()) {
-        TORCH_CHECK(timeout == kNoTimeout || Clocked::now() - began < timeout, "a collective ran into its timeout");
+      std::string problem;
+      while (problem.empty() && !isCompleted()) {
+        if (limit != kNoTimeout && Clocked::now() - began >= limit) {
+          problem = "a collective ran into its timeout";
+        } else if (blocking) {
+          problem = all_->failure();
+        }
         std::this_thread::sleep_for(std::chrono::microseconds(200));
       }
+      if (!problem.empty() && blocking) {
+        all_->abort();
+      }
+      TORCH_CHECK(problem.empty(), problem);
       TORCH_CHECK(isSuccess(), Aborted().what());
     }
     return true;
@@ -485,10 +214,78 @@ void reduce_parts(
   }
 }
 
+// What ncclGroupStart opens, in this thread: before it is closed, no call of any communicator launches anything.
+struct Group {
+  int depth = 0;
+  std::vector<std::function<void()>> launches;
+};
+thread_local Group group;
+
+// What a communicator launches, in the order of the calls.
+class Launches {
+ public:
+  explicit Launches(std::shared_ptr<Communicator> all) : all_(std::move(all)) {}
+
+  // Returns what is done once the operation is over.
+  MarkPtr launch(Stream* on, OpType kind, const std::vector<Touch>& touches, const Action& action) {
+    std::lock_guard<std::mutex> calling(mutex_);
+    if (last_ && last_on_ != on) {
+      follow(on, last_);
+    }
+    int64_t number = 0;
+    {
+      std::lock_guard<std::mutex> lock(all_->mutex);
+      number = all_->called++;
+    }
+    all_->count_call();
+    count("collectives");
+    std::vector<Touch> written;
+    for (const Touch& each : touches) {
+      if (each.write) {
+        written.push_back(each);
+      }
+    }
+    auto body = [all = all_, number, action, written] {
+      try {
+        std::unique_lock<std::mutex> lock(all->mutex);
+        all->changed.wait(lock, [&] { return all->turn == number || all->aborted; });
+        if (all->aborted) {
+          throw Aborted();
+        }
+        lock.unlock();
+        action(*all);
+        lock.lock();
+        ++all->turn;
+      } catch (const Aborted&) {
+        for (const Touch& each : written) {
+          for (const auto& [start, end] : each.runs) {
+            std::memset(reach(reinterpret_cast<void*>(start)), kPoison, end - start);
+          }
+        }
+      } catch (const std::exception& error) {
+        all->fail(error.what());
+        throw;
+      }
+      all->changed.notify_all();
+    };
+    emu::launch(on, c10d::opTypeToString(kind), touches, body);
+    last_on_ = on;
+    return last_ = record(on);
+  }
+
+ private:
+  std::shared_ptr<Communicator> all_;
+  std::mutex mutex_;
+  Stream* last_on_ = nullptr;
+  MarkPtr last_;
+};
+
 class Emccl final : public c10d::Backend {
  public:
   Emccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)
-      : Backend(rank, size), store_(std::move(store)), all_(std::make_shared<Communicator>(rank, size, timeout)) {
+      : Backend(rank, size),
+        all_(Communicator::make(std::move(store), rank, size, timeout)),
+        launches_(std::make_shared<Launches>(all_)) {
     options_ = c10::make_intrusive<Options>("emccl", timeout);
   }
   ~Emccl() override {
@@ -506,8 +303,7 @@ class Emccl final : public c10d::Backend {
   }
   void setGroupUid(const std::string& uid) override {
     Backend::setGroupUid(uid);
-    std::lock_guard<std::mutex> lock(calls_mutex);
-    all_->calls->name = uid;
+    all_->set_name(uid);
   }
   void setTimeout(std::chrono::milliseconds) override {}
   void setSequenceNumberForGroup() override {}
@@ -515,8 +311,8 @@ class Emccl final : public c10d::Backend {
     std::lock_guard<std::mutex> lock(all_->mutex);
     return uint64_t(all_->called);
   }
-  void eagerConnectSingleDevice(at::Device) override {
-    meet();
+  void eagerConnectSingleDevice(at::Device device) override {
+    all_->connect(device.has_index() ? device.index() : current_device());
   }
   void abort() override {
     all_->abort();
@@ -633,11 +429,19 @@ class Emccl final : public c10d::Backend {
     return call(moving(OpType::BARRIER, -1, Tensors(size_, flag), Tensors(size_, flag.new_empty({1}))), true);
   }
 
+  // A call in between that fails leaves the group open, and so this thread's calls where they are.
   void startCoalescing() override {
     coalescing_ = true;
+    ++group.depth;
   }
   WorkPtr endCoalescing() override {
+    TORCH_CHECK(group.depth > 0, "this thread has not opened a group");
     coalescing_ = false;
+    if (!--group.depth) {
+      for (const auto& launch : std::exchange(group.launches, {})) {
+        launch();
+      }
+    }
     std::vector<Call> calls;
     calls.swap(calls_);
     return calls.empty() ? nullptr : enqueue(OpType::COALESCED, std::move(calls), coalesced_async_);
@@ -715,16 +519,7 @@ class Emccl final : public c10d::Backend {
     return enqueue(kind, std::move(calls), async);
   }
 
-  void meet() {
-    std::lock_guard<std::mutex> lock(meeting_);
-    TORCH_CHECK(!all_->aborted, Aborted().what());
-    if (!all_->connected()) {
-      connect(*all_, *store_);
-    }
-  }
-
   WorkPtr enqueue(OpType kind, std::vector<Call> calls, bool async) {
-    meet();
     Tensors all_tensors, outputs;
     std::vector<Touch> touches;
     for (const Call& each : calls) {
@@ -739,6 +534,7 @@ class Emccl final : public c10d::Backend {
       }
     }
     const int on = all_tensors.at(0).device().index();
+    all_->ensure_ready(on);
     std::lock_guard<std::mutex> calling(calling_);
     shelves_.erase(
         std::remove_if(
@@ -748,7 +544,7 @@ class Emccl final : public c10d::Backend {
     int64_t id = current_stream(on);
     if (async) {
       if (!streams_.count(on)) {
-        streams_[on] = next_stream(on);
+        streams_[on] = next_stream(on, 0);
       }
       id = streams_[on];
     }
@@ -756,45 +552,15 @@ class Emccl final : public c10d::Backend {
     if (own != caller) {
       emu::wait(own, record(caller));
     }
-    int64_t number = 0;
-    {
-      std::lock_guard<std::mutex> lock(all_->mutex);
-      number = all_->called++;
+    MarkPtr mark;
+    if (group.depth) { // over before it has begun, for all that anybody can see
+      group.launches.push_back([launches = launches_, own, kind, touches, action = steps(calls), all_tensors] {
+        launches->launch(own, kind, touches, action);
+      });
+      mark = record(own);
+    } else {
+      mark = launches_->launch(own, kind, touches, steps(calls));
     }
-    {
-      std::lock_guard<std::mutex> lock(calls_mutex);
-      ++all_->calls->count;
-      all_->calls->threads.insert(this_thread());
-    }
-    count("collectives");
-    std::vector<Touch> written;
-    for (const Touch& each : touches) {
-      if (each.write) {
-        written.push_back(each);
-      }
-    }
-    auto body = [all = all_, number, calls = steps(calls), written] {
-      try {
-        std::unique_lock<std::mutex> lock(all->mutex);
-        all->changed.wait(lock, [&] { return all->turn == number || all->aborted; });
-        if (all->aborted) {
-          throw Aborted();
-        }
-        lock.unlock();
-        calls(*all);
-        lock.lock();
-        ++all->turn;
-      } catch (const Aborted&) {
-        for (const Touch& each : written) {
-          for (const auto& [start, end] : each.runs) {
-            std::memset(reach(reinterpret_cast<void*>(start)), kPoison, end - start);
-          }
-        }
-      }
-      all->changed.notify_all();
-    };
-    launch(own, c10d::opTypeToString(kind), touches, body);
-    const MarkPtr mark = record(own);
     auto work = c10::make_intrusive<Work>(rank_, kind, on, mark, all_, outputs);
     work->shelf = std::make_shared<Shelf>();
     work->shelf->tensors = std::move(all_tensors);
@@ -834,10 +600,10 @@ class Emccl final : public c10d::Backend {
     };
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<Communicator> all_;
+  std::shared_ptr<Launches> launches_;
   c10::intrusive_ptr<Options> options_;
-  std::mutex meeting_, calling_;
+  std::mutex calling_;
   std::map<int, int64_t> streams_; // by device
   std::vector<std::shared_ptr<Shelf>> shelves_;
   bool coalescing_ = false, coalesced_async_ = true;
@@ -858,22 +624,3 @@ TORCH_LIBRARY(emu, m) {
 
 } // namespace
 } // namespace emu
-
-extern "C" {
-
-void emu_watchdog(bool on) {
-  emu::watched = on;
-}
-
-const char* emu_communicators() {
-  thread_local std::string made;
-  made = "[";
-  std::lock_guard<std::mutex> lock(emu::calls_mutex);
-  for (const auto& each : emu::all_calls()) {
-    made += std::string(made.size() > 1 ? ", " : "") + "[\"" + each->name + "\", " + std::to_string(each->size) +
-        ", " + std::to_string(each->count) + ", " + std::to_string(each->threads.size()) + "]";
-  }
-  made += "]";
-  return made.c_str();
-}
-}

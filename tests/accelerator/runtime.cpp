@@ -30,9 +30,18 @@ struct Access {
   std::string what;
 };
 
+// How an operation gets to its device.
+enum class Kind {
+  kDelayed, // when it is its turn in the hardware queue, and then after the delay that a test has set
+  kPrompt, // without the delay
+  kAttached, // to the operation before it, not through the hardware queue
+};
+
 struct Task {
-  std::function<void()> body;
+  std::function<void()> body; // none: it only waits
   bool delayed;
+  int64_t ticket; // in the hardware queue, if there is only one; else -1
+  MarkPtr after; // what it waits for, if anything
 };
 
 std::mutex& mutex() {
@@ -119,7 +128,8 @@ struct Device {
   size_t taken = 0;
   int64_t allocated = 0, peak = 0, limit = kArenaBytes;
   std::map<int64_t, Stream*> streams;
-  int64_t next = 0;
+  int64_t next[kPriorities] = {}; // in each pool
+  int64_t num_queued = 0, num_issued = 0; // through the one hardware queue
   std::map<uintptr_t, Block*> blocks;
   std::map<std::pair<Stream*, size_t>, std::vector<Block*>> free; // by owner
   std::vector<Pending<Block>> pending;
@@ -146,7 +156,6 @@ State& state() {
   return *made;
 }
 
-thread_local int this_device = 0;
 thread_local int64_t this_stream[kNumDevices] = {};
 
 Device& device(int index) {
@@ -183,6 +192,15 @@ void work(Stream* on) {
     on->arrived.wait(lock, [&] { return !on->queue.empty(); });
     Task task = std::move(on->queue.front());
     on->queue.pop_front();
+    Device& device = state().devices[on->device];
+    // What is first in the hardware queue and cannot start yet blocks all that was queued later.
+    changed().wait(lock, [&] {
+      return (task.ticket < 0 || task.ticket == device.num_issued) && (!task.after || task.after->done);
+    });
+    if (task.ticket >= 0) {
+      ++device.num_issued;
+      changed().notify_all();
+    }
     double delay_s = 0;
     if (task.delayed) {
       delay_s = state().delay_s;
@@ -196,7 +214,9 @@ void work(Stream* on) {
       if (delay_s > 0) {
         std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
       }
-      task.body();
+      if (task.body) {
+        task.body();
+      }
     } catch (const std::exception& thrown) {
       error = thrown.what();
     }
@@ -250,7 +270,7 @@ void check(Stream* on, uint64_t seq, const std::string& what, const Touch& touch
   accesses.push_back({touch.runs, touch.write, on->number, seq, what});
 }
 
-void enqueue(Stream* on, bool delayed, std::function<void()> body) {
+void enqueue(Stream* on, Kind kind, std::function<void()> body, MarkPtr after) {
   if (state().pid != getpid()) {
     throw std::runtime_error("the emulated accelerator was used before this process was forked");
   }
@@ -258,7 +278,9 @@ void enqueue(Stream* on, bool delayed, std::function<void()> body) {
     on->started = true;
     std::thread(work, on).detach();
   }
-  on->queue.push_back({std::move(body), delayed});
+  const bool queued = mode().one_queue && kind != Kind::kAttached;
+  const int64_t ticket = queued ? state().devices[on->device].num_queued++ : -1;
+  on->queue.push_back({std::move(body), kind == Kind::kDelayed, ticket, std::move(after)});
   ++on->enqueued;
   on->arrived.notify_one();
 }
@@ -267,14 +289,15 @@ void launch_locked(
     Stream* on,
     const std::string& what,
     const std::vector<Touch>& touches,
-    bool delayed,
-    std::function<void()> body) {
+    Kind kind,
+    std::function<void()> body,
+    MarkPtr after = nullptr) {
   merge(on->clock, state().host);
   const uint64_t seq = ++on->clock[on->number];
   for (const Touch& touch : touches) {
     check(on, seq, what, touch);
   }
-  enqueue(on, delayed, std::move(body));
+  enqueue(on, kind, std::move(body), std::move(after));
 }
 
 // Fills memory that was freed, before the stream's next operation. Not at once: it may wait for others first.
@@ -284,7 +307,7 @@ void poison(Stream* on) {
   for (Block* block : freed) {
     void* start = reach(reinterpret_cast<void*>(block->start));
     const size_t size = block->size;
-    launch_locked(on, "free", {{{{block->start, block->start + size}}, true}}, false, [start, size] {
+    launch_locked(on, "free", {{{{block->start, block->start + size}}, true}}, Kind::kAttached, [start, size] {
       std::memset(start, kPoison, size);
     });
   }
@@ -293,7 +316,7 @@ void poison(Stream* on) {
 MarkPtr record_locked(Stream* on) {
   poison(on);
   auto mark = std::make_shared<Mark>();
-  launch_locked(on, "event", {}, false, [mark] {
+  launch_locked(on, "event", {}, Kind::kAttached, [mark] {
     Lock lock(mutex());
     mark->done = true;
     mark->time_s = now_s();
@@ -359,15 +382,9 @@ void wait_until_done(Lock& lock, Stream* on) {
 
 } // namespace
 
-int current_device() {
-  return this_device;
-}
-
-void set_device(int index) {
-  if (index < 0 || index >= kNumDevices) {
-    throw std::runtime_error("there is no device " + std::to_string(index));
-  }
-  this_device = index;
+Mode& mode() {
+  static auto* made = new Mode;
+  return *made;
 }
 
 Stream* stream(int index, int64_t id) {
@@ -386,9 +403,11 @@ Stream* stream(int index, int64_t id) {
   return found;
 }
 
-int64_t next_stream(int index) {
+int64_t next_stream(int index, int priority) {
+  use_context(index);
+  const int pool = std::clamp(-priority, 0, kPriorities - 1);
   Lock lock(mutex());
-  return 1 + device(index).next++ % kPooledStreams;
+  return 1 + pool * kPooledStreams + device(index).next[pool]++ % mode().pool;
 }
 
 int64_t current_stream(int index) {
@@ -400,9 +419,10 @@ int64_t exchange_stream(int index, int64_t id) {
 }
 
 void launch(Stream* on, const std::string& what, const std::vector<Touch>& touches, std::function<void()> body) {
+  use_context(on->device);
   Lock lock(mutex());
   poison(on);
-  launch_locked(on, what, touches, true, std::move(body));
+  launch_locked(on, what, touches, Kind::kDelayed, std::move(body));
 }
 
 bool query(Stream* on) {
@@ -434,18 +454,37 @@ void synchronize_device(int index) {
   }
 }
 
+void drain(int index) {
+  Lock lock(mutex());
+  std::vector<std::pair<Stream*, uint64_t>> running;
+  for (Stream* each : state().streams) {
+    if (each->device == index) {
+      running.emplace_back(each, each->enqueued);
+    }
+  }
+  changed().wait(lock, [&] {
+    return std::all_of(running.begin(), running.end(), [](const auto& each) {
+      return each.first->done >= each.second;
+    });
+  });
+}
+
 MarkPtr record(Stream* on) {
+  use_context(on->device);
   Lock lock(mutex());
   return record_locked(on);
 }
 
 void wait(Stream* on, const MarkPtr& mark) {
+  use_context(on->device);
   Lock lock(mutex());
   merge(on->clock, mark->clock);
-  launch_locked(on, "wait", {}, false, [mark] {
-    Lock inside(mutex());
-    changed().wait(inside, [&] { return mark->done; });
-  });
+  launch_locked(on, "wait", {}, Kind::kPrompt, nullptr, mark);
+}
+
+void follow(Stream* on, const MarkPtr& mark) {
+  Lock lock(mutex());
+  launch_locked(on, "wait", {}, Kind::kPrompt, nullptr, mark);
 }
 
 bool query(const MarkPtr& mark) {
@@ -473,6 +512,7 @@ void* allocate(int index, size_t nbytes, void** context) {
     *context = nullptr;
     return nullptr;
   }
+  use_context(index);
   const size_t size = round_up(nbytes);
   Stream* owner = stream(index, this_stream[index]);
   Lock lock(mutex());
@@ -570,6 +610,13 @@ void* allocate_pinned(size_t nbytes, void** context) {
   size_t size = 4096;
   while (size < nbytes) {
     size *= 2; // as CUDA's allocator has it
+  }
+  bool any = false; // of the contexts will do
+  for (int index = 0; index < kNumDevices; ++index) {
+    any = any || has_context(index);
+  }
+  if (!any) {
+    use_context(current_device());
   }
   Lock lock(mutex());
   device(0);
@@ -713,7 +760,7 @@ int64_t emu_hold(int device, int64_t id) {
   Lock lock(mutex());
   const int64_t hold = state().num_holds++;
   state().held.insert(hold);
-  launch_locked(on, "hold", {}, false, [hold] {
+  launch_locked(on, "hold", {}, Kind::kPrompt, [hold] {
     Lock inside(mutex());
     changed().wait(inside, [&] { return !state().held.count(hold); });
   });
@@ -729,9 +776,5 @@ void emu_let_go(int64_t hold) {
 void emu_limit(int index, int64_t nbytes) {
   Lock lock(mutex());
   device(index).limit = nbytes;
-}
-
-int emu_current_device() {
-  return current_device();
 }
 }

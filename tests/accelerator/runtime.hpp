@@ -1,6 +1,7 @@
 // Devices, streams, events and memory of the emulated accelerator; nothing here knows tensors.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -12,7 +13,8 @@
 namespace emu {
 
 constexpr int kNumDevices = 4;
-constexpr int kPooledStreams = 32; // for each device, as CUDA has them for each priority
+constexpr int kPooledStreams = 32; // of a device, for each priority
+constexpr int kPriorities = 4; // 0, and higher ones: -1 to -3
 constexpr unsigned char kPoison = 0xDB;
 
 using Clock = std::vector<uint64_t>; // by stream number: how many of its operations are known to be over
@@ -36,13 +38,26 @@ struct Stream;
 struct Block;
 struct HostBlock;
 
-// Devices: the current one belongs to the calling thread.
+// What tests choose; see `Mode` in __init__.py. No time: it is off.
+struct Mode {
+  std::atomic<int> pool{kPooledStreams};
+  std::atomic<bool> one_queue{false}, slow_aborts{false};
+  std::atomic<double> ready_s{-1}, dump_s{-1};
+};
+Mode& mode();
+
+// The calling thread's current device; see devices.cpp.
 int current_device();
 void set_device(int device);
+void maybe_set_device(int device);
+int exchange_device(int device); // the one before
+int maybe_exchange_device(int device);
+void use_context(int device); // makes it, if there is none
+bool has_context(int device);
 
-// Streams. Id 0 is the default stream of its device.
+// Streams. Id 0 is the default stream of its device. The others are in pools, which hand them out in turn.
 Stream* stream(int device, int64_t id);
-int64_t next_stream(int device);
+int64_t next_stream(int device, int priority);
 int64_t current_stream(int device);
 int64_t exchange_stream(int device, int64_t id);
 void launch(Stream* on, const std::string& what, const std::vector<Touch>& touches, std::function<void()> body);
@@ -50,10 +65,12 @@ bool query(Stream* on);
 void synchronize(Stream* on); // by a blocking copy: not counted
 void synchronize_stream(Stream* on);
 void synchronize_device(int device);
+void drain(int device); // waits, for a thread of the driver's: nobody learns what is over
 
 // Events.
 MarkPtr record(Stream* on);
 void wait(Stream* on, const MarkPtr& mark);
+void follow(Stream* on, const MarkPtr& mark); // waits, but nobody may rely on it
 bool query(const MarkPtr& mark);
 void synchronize_event(const MarkPtr& mark);
 double elapsed_s(const MarkPtr& from, const MarkPtr& to);

@@ -20,10 +20,13 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <set>
+#include <string_view>
 
 namespace emu {
 
@@ -119,25 +122,27 @@ Stream* stream_of(const at::Tensor& tensor) {
 
 namespace {
 
+// As c10/cuda/impl/CUDAGuardImpl.h, of which some functions set the thread's device and set the one before again,
+// which makes its context. Others have a guard, which does not.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kType;
   }
   c10::Device exchangeDevice(c10::Device to) const override {
-    const int before = current_device();
-    setDevice(to);
-    return device(before);
+    return device(exchange_device(index_of(to)));
   }
   c10::Device getDevice() const override {
     return device(current_device());
   }
   void setDevice(c10::Device to) const override {
-    if (to.has_index()) {
-      set_device(to.index());
+    if (is_autograd_thread()) {
+      maybe_set_device(index_of(to)); // torch for CUDA sets the devices of these with contexts only
+    } else {
+      set_device(index_of(to));
     }
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
-    setDevice(to);
+    maybe_set_device(index_of(to));
   }
   c10::Stream getStream(c10::Device of) const override {
     const int index = index_of(of);
@@ -146,11 +151,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device of) const override {
     return wrap(index_of(of), 0);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
-    return getNewStream(of, 0);
+  c10::Stream getStreamFromGlobalPool(c10::Device of, bool high) const override {
+    return getNewStream(of, high ? 1 - kPriorities : 0);
   }
-  c10::Stream getNewStream(c10::Device of, int) const override {
-    return wrap(index_of(of), next_stream(index_of(of)));
+  c10::Stream getNewStream(c10::Device of, int priority) const override {
+    return wrap(index_of(of), next_stream(index_of(of), priority));
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     return wrap(to.device_index(), exchange_stream(to.device_index(), to.id()));
@@ -165,23 +170,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return {};
   }
   bool queryStream(const c10::Stream& of) const override {
+    const c10::DeviceGuard guard(of.device());
     return query(unwrap(of));
   }
   void synchronizeStream(const c10::Stream& of) const override {
+    const c10::DeviceGuard guard(of.device());
     synchronize_stream(unwrap(of));
   }
   void synchronizeDevice(const c10::DeviceIndex of) const override {
-    synchronize_device(of < 0 ? current_device() : of);
+    const int index = of < 0 ? current_device() : of;
+    on_device(index, [&] { synchronize_device(index); });
   }
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) {
-      *event = new MarkPtr;
-    }
-    *static_cast<MarkPtr*>(*event) = emu::record(unwrap(on));
+    on_device(on.device_index(), [&] {
+      if (!*event) {
+        *event = new MarkPtr;
+      }
+      *static_cast<MarkPtr*>(*event) = emu::record(unwrap(on));
+    });
   }
   void block(void* event, const c10::Stream& on) const override {
     if (event) {
-      wait(unwrap(on), *static_cast<MarkPtr*>(event));
+      on_device(on.device_index(), [&] { wait(unwrap(on), *static_cast<MarkPtr*>(event)); });
     }
   }
   bool queryEvent(void* event) const override {
@@ -192,17 +202,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       synchronize_event(*static_cast<MarkPtr*>(event));
     }
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<MarkPtr*>(event);
+  void destroyEvent(void* event, const c10::DeviceIndex of) const noexcept override {
+    if (event) {
+      on_device(of < 0 ? current_device() : of, [&] { delete static_cast<MarkPtr*>(event); });
+    }
   }
-  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    return 1e3 * elapsed_s(*static_cast<MarkPtr*>(from), *static_cast<MarkPtr*>(to));
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex of) const override {
+    double seconds = 0;
+    on_device(of, [&] { seconds = elapsed_s(*static_cast<MarkPtr*>(from), *static_cast<MarkPtr*>(to)); });
+    return 1e3 * seconds;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
     record_stream(data.get(), unwrap(on));
   }
 
  private:
+  template <class F>
+  static void on_device(int index, F call) {
+    const int before = current_device();
+    set_device(index);
+    call();
+    set_device(before);
+  }
+  static bool is_autograd_thread() {
+    char name[16] = {};
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    return std::string_view(name).starts_with("pt_autograd");
+  }
   static c10::Stream wrap(int index, int64_t id) {
     return c10::Stream(c10::Stream::UNSAFE, device(index), id);
   }
@@ -247,6 +273,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     reset_peak(of);
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex of) override {
+    const c10::DeviceGuard guard(device(of));
     const MemoryUse use = memory_use(of);
     return {use.limit - use.allocated, use.limit};
   }
@@ -393,8 +420,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override {
     return true;
   }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return true;
+  bool hasPrimaryContext(c10::DeviceIndex of) const override {
+    return has_context(of);
   }
   c10::DeviceIndex deviceCount() const override {
     return kNumDevices;
@@ -406,12 +433,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return current_device();
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex to) const override {
-    const int before = current_device();
-    set_device(to);
-    return before;
+    return exchange_device(to);
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex to) const override {
-    return to < 0 ? current_device() : exchangeDevice(to);
+    return maybe_exchange_device(to);
   }
   bool isPinnedPtr(const void* data) const override {
     return is_pinned(data);

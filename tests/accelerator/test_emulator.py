@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.accelerator import POISON, accelerator
+from tests.accelerator import MODES, POISON, accelerator
 from tests.dist.harness import ranks, run_ranks
 
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool, torch.float64)
@@ -24,6 +26,17 @@ DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torc
 
 def side_stream() -> torch.Stream:
     return torch.Stream(device="emu")
+
+
+def start(call: Callable[..., object], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=call, args=args, name="helper", daemon=True)
+    thread.start()
+    return thread
+
+
+def make_group() -> Any:
+    """Returns the communicator of a new group of all ranks."""
+    return dist.new_group(backend="emccl")._get_backend(torch.device("emu"))
 
 
 @ranks(1, accelerator=True)
@@ -392,3 +405,247 @@ def test_modules_are_sharded_on_it(rank: int, world: int) -> None:
     spread = distribute_tensor(torch.arange(8.0, device="emu"), mesh, [Shard(0)])
     assert spread.to_local().tolist() == [0.0 + 4 * rank, 1 + 4 * rank, 2 + 4 * rank, 3 + 4 * rank]
     assert accelerator().faults() == []
+
+
+@ranks(1, accelerator=True)
+def test_streams_come_in_turn_from_a_pool_for_each_priority(rank: int, world: int) -> None:
+    def next_streams(count: int, priority: int = 0, device: str = "emu:0") -> list[int]:
+        return [torch.Stream(device, priority=priority).stream_id for _ in range(count)]
+
+    normal, high = next_streams(65), next_streams(33, priority=-1)
+    assert normal[:33] == normal[32:]
+    assert high[0] == high[32]
+    assert len({*normal, *high}) == 64
+    assert next_streams(1, device="emu:1") == [1]
+    accelerator().mode("few streams")
+    (first,) = next_streams(1)
+    dist.all_reduce(torch.ones(1, device="emu"), async_op=True)  # of which the communicator takes the second
+    assert next_streams(1) == [first]
+
+
+@ranks(1, accelerator=True)
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_one_hardware_queue_keeps_the_order_of_launches(rank: int, world: int, one_queue: bool) -> None:
+    """What runs keeps no other stream waiting; what cannot begin yet does."""
+    emulator = accelerator()
+    emulator.mode("one queue" if one_queue else "plain")
+    busy, other = side_stream(), side_stream()
+
+    def end_of_launch() -> torch.Event:
+        with other:
+            torch.zeros(1, device="emu")
+        return other.record_event()
+
+    with emulator.hold(busy):
+        end_of_launch().synchronize()
+        end = busy.record_event()  # of what runs
+        end_of_launch().synchronize()
+        torch.accelerator.current_stream().wait_event(end)
+        behind = end_of_launch()
+        if not one_queue:
+            behind.synchronize()
+        time.sleep(0.05)
+        assert behind.query() != one_queue
+    behind.synchronize()
+    with emulator.hold(busy):
+        with busy:
+            torch.zeros(1, device="emu")
+        behind = end_of_launch()
+        if not one_queue:
+            behind.synchronize()
+        time.sleep(0.05)
+        assert behind.query() != one_queue
+    behind.synchronize()
+    assert emulator.faults() == []
+
+
+@ranks(2, accelerator=True)
+@pytest.mark.parametrize("mode", ["plain", "slow aborts"])
+def test_an_abort_waits_for_the_device(rank: int, world: int, mode: str) -> None:
+    """Also for the kernel of another communicator, which is aborted at the same time, not afterwards."""
+    torch.accelerator.set_device_index(rank)
+    first, second = make_group(), make_group()
+    for group in (first, second):
+        group.allreduce([torch.ones(1, device="emu")]).wait()
+    torch.accelerator.synchronize()
+    accelerator().mode(mode)
+    if rank == 0:
+        for group in (first, second):
+            group.allreduce([torch.ones(1, device="emu")])
+        aborting = start(first.abort)
+        if mode == "slow aborts":
+            aborting.join(0.1)
+            assert aborting.is_alive()
+        else:
+            aborting.join()
+        second.abort()
+        aborting.join()
+        torch.accelerator.synchronize()
+    dist.barrier()
+
+
+def restore_by_setting() -> None:
+    torch.accelerator.set_device_index(1)
+    torch.accelerator.set_device_index(0)
+
+
+def restore_by_a_guard() -> None:
+    with torch.accelerator.device_index(1):
+        torch.ones(1, device="emu")
+    assert torch.accelerator.current_device_index() == 0
+
+
+def restore_in_an_operator() -> None:
+    torch.ones(1, device="emu:1").add(1).cpu()
+    torch.Stream("emu:1").synchronize()
+    torch.ones(1).pin_memory()
+
+
+def restore_after_an_event() -> None:
+    torch.Event("emu:1").record(torch.Stream("emu:1"))
+
+
+def use_after_a_guard() -> None:
+    restore_by_a_guard()
+    torch.ones(1, device="emu")
+
+
+CONTEXTS = {
+    restore_by_setting: {0, 1},
+    restore_by_a_guard: {1},
+    restore_in_an_operator: {1},
+    restore_after_an_event: {0, 1},
+    use_after_a_guard: {0, 1},
+}
+
+
+@ranks(1, accelerator=True)
+@pytest.mark.parametrize("call", CONTEXTS)
+def test_contexts_are_made_as_by_cuda(rank: int, world: int, call: Callable[[], None]) -> None:
+    """By a thread that begins on device 0, in a process that uses device 1."""
+    emulator = accelerator()
+    torch.accelerator.set_device_index(1)
+    torch.accelerator.set_device_index(1)
+    assert emulator.contexts() == {1: ["MainThread"]}
+    start(call).join()
+    assert emulator.contexts().keys() == CONTEXTS[call]
+    assert emulator.contexts()[1] == ["MainThread", "helper"]
+    assert emulator.contexts().get(0, ["helper"]) == ["helper"]
+
+
+@ranks(2, accelerator=True)
+def test_a_communicator_that_gets_ready_in_the_background(rank: int, world: int) -> None:
+    accelerator().mode("slow aborts")
+    group = make_group()
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["connects"])
+    group.eager_connect_single_device(torch.device("emu", 0))
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set("connects", "")
+    tensor = torch.ones(1, device="emu")
+    group.allreduce([tensor]).wait()
+    assert tensor.item() == 2
+
+
+@ranks(2, accelerator=True, dies={1: signal.SIGKILL})
+def test_an_abort_waits_behind_a_call_that_waits_for_a_rank(rank: int, world: int) -> None:
+    accelerator().mode("slow aborts")
+    os.environ["TORCH_EMCCL_NONBLOCKING_TIMEOUT"] = "2"
+    group, unused = make_group(), make_group()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for each in (group, unused):
+        each.eager_connect_single_device(torch.device("emu", 0))
+    errors = []
+
+    def call() -> None:
+        try:
+            group.allreduce([torch.ones(1, device="emu")])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    calling = start(call)
+    time.sleep(0.5)  # it waits by now
+    group.abort()
+    calling.join()
+    assert "not ready in time" in errors[0]
+    unused.abort()  # nobody is in the way
+    with pytest.raises(RuntimeError, match="aborted"):
+        unused.allreduce([torch.ones(1, device="emu")])
+
+
+@ranks(1, accelerator=True)
+def test_a_group_that_stays_open_keeps_all_calls_of_its_thread(rank: int, world: int) -> None:
+    first, second = make_group(), make_group()
+    given, taken = torch.ones(3, device="emu"), torch.zeros(3, device="emu")
+    first._start_coalescing()
+    with pytest.raises(RuntimeError, match="contiguous"):
+        first._allgather_base(taken, torch.ones(3, 2, device="emu")[:, 0])
+    work = second._allgather_base(taken, given)
+    work.wait()
+    torch.accelerator.synchronize()
+    assert work.is_completed()
+    assert taken.tolist() == [0, 0, 0]
+    elsewhere = torch.zeros(3, device="emu")
+    start(lambda: second._allgather_base(elsewhere, given).wait()).join()
+    torch.accelerator.synchronize()
+    assert elsewhere.tolist() == [1, 1, 1]
+    first._end_coalescing()
+    torch.accelerator.synchronize()
+    assert taken.tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="not opened"):
+        first._end_coalescing()
+
+
+def fail_in_one_group(rank: int, world: int, blocking: bool) -> None:
+    accelerator().mode(MODES["watchdog"])
+    os.environ["TORCH_EMCCL_ASYNC_ERROR_HANDLING"] = "0"
+    if blocking:
+        os.environ["TORCH_EMCCL_BLOCKING_WAIT"] = "1"
+    aborted, group = make_group(), dist.new_group([0, 1], backend="emccl")
+    aborted.allreduce([torch.ones(1, device="emu")]).wait()
+    torch.accelerator.synchronize()
+    aborted.abort()
+    store, tensor = dist.distributed_c10d._get_default_store(), torch.ones(1, device="emu")
+    if rank < 2:
+        dist.all_reduce(tensor, group=group)
+        torch.accelerator.synchronize()
+    time.sleep(0.5)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        work = group._get_backend(torch.device("emu")).allreduce([tensor])
+        if blocking:
+            with pytest.raises(RuntimeError, match="rank 0 is gone"):
+                work.wait()
+            time.sleep(0.5)
+            store.set("lives", "")
+    if blocking:
+        store.wait(["lives"])
+    else:
+        time.sleep(30)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_failure_ends_all_processes_of_the_job_unless_no_watchdog_sees_it(blocking: bool) -> None:
+    dies = {0: signal.SIGKILL} | ({} if blocking else {1: signal.SIGABRT, 2: signal.SIGABRT})
+    run_ranks(fail_in_one_group, 3, accelerator=True, dies=dies, blocking=blocking)
+
+
+@ranks(1, accelerator=True)
+@pytest.mark.parametrize("blocking", [False, True])
+def test_waiting_for_a_collective_keeps_the_host_if_it_is_to(rank: int, world: int, blocking: bool) -> None:
+    if blocking:
+        os.environ["TORCH_EMCCL_BLOCKING_WAIT"] = "1"
+    group = make_group()
+    with accelerator().hold():
+        work = group.allreduce([torch.ones(1, device="emu")])
+        work.synchronize()
+        waiting = start(work.wait)
+        if blocking:
+            waiting.join(0.1)
+            assert waiting.is_alive()
+        else:
+            waiting.join()
+    waiting.join()

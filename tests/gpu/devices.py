@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,13 +17,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from tests.accelerator import NAME, accelerator
+from tests.accelerator import MODES, NAME, accelerator
 from tests.dist.harness import ranks
 from tests.dist.test_sharded_failures import before_reads
 
 __all__ = ["Devices", "on_devices"]
 
 BACKENDS = {NAME: "emccl", "cuda": "nccl"}
+_ALL_MODES = "FASTLOAD_TEST_MODES"  # environment: "all", or names of `MODES` with commas
+_OWN_CONTEXT_ONLY = True  # whether a test fails if its rank makes a context on a device of others
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -129,7 +133,9 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
 
     Options are those of `harness.ranks`. The default process group of the ranks has Gloo for host memory and
     the accelerator's backend for devices. On the emulated accelerator the test fails if anything touched
-    memory in the wrong order, even if no byte was wrong.
+    memory in the wrong order, even if no byte was wrong, and if a rank made a context on another one's device.
+    Its mode depends on the name of the test, which prints it; with ``FASTLOAD_TEST_MODES`` in the environment
+    it runs in several.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
@@ -137,32 +143,46 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
             name for name in inspect.signature(body).parameters if name not in ("devices", "rank", "world")
         ]
 
-        def on_rank(rank: int, world: int, kind: str, **fixtures: Any) -> Any:
-            with _entered(kind, rank, world):
+        def on_rank(rank: int, world: int, kind: str, device_mode: str, **fixtures: Any) -> Any:
+            with _entered(kind, device_mode, rank, world):
                 return body(devices=Devices(kind, rank), rank=rank, world=world, **fixtures)
 
         parameters = [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("rank", "world", "kind", *names)
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("rank", "world", "kind", "device_mode", *names)
         ]
         on_rank.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         on_rank.__module__, on_rank.__qualname__ = body.__module__, body.__qualname__
         on_rank.__name__, on_rank.__doc__ = body.__name__, body.__doc__
         on_rank.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
         kinds = [
-            pytest.param(NAME, id="emulated", marks=pytest.mark.emulated),
-            pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+            pytest.param(NAME, mode, id=f"emulated {mode}".rstrip(), marks=pytest.mark.emulated)
+            for mode in _modes()
         ]
-        return pytest.mark.parametrize("kind", kinds)(ranks(*worlds, **options)(on_rank))
+        kinds.append(pytest.param("cuda", "", id="cuda", marks=pytest.mark.gpu))
+        return pytest.mark.parametrize(("kind", "device_mode"), kinds)(ranks(*worlds, **options)(on_rank))
 
     return decorate
 
 
+def _modes() -> list[str]:
+    """Returns the modes that each test runs in; an empty one depends on its name."""
+    named = os.environ.get(_ALL_MODES, "")
+    return list(MODES) if named == "all" else named.split(",")
+
+
+def _mode_of_test() -> str:
+    test, _, _ = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
+    return list(MODES)[zlib.crc32(test.encode()) % len(MODES)]
+
+
 @contextmanager
-def _entered(kind: str, rank: int, world: int) -> Iterator[None]:
+def _entered(kind: str, mode: str, rank: int, world: int) -> Iterator[None]:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     if kind == NAME:
-        accelerator()
+        mode = mode or _mode_of_test()
+        print(f"the mode of the emulated accelerator: {mode}", flush=True)
+        accelerator().mode(mode)
     dist.init_process_group(
         f"cpu:gloo,{kind}:{BACKENDS[kind]}",
         store=dist.PrefixStore("devices", store),
@@ -173,3 +193,6 @@ def _entered(kind: str, rank: int, world: int) -> Iterator[None]:
     yield
     if kind == NAME:
         assert accelerator().faults() == []
+        own = rank % torch.accelerator.device_count()
+        elsewhere = {device: names for device, names in accelerator().contexts().items() if device != own}
+        assert not (_OWN_CONTEXT_ONLY and elsewhere), f"contexts on other ranks' devices, by threads: {elsewhere}"
