@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fastload.errors import DeadlineExceeded, OptionError
+from fastload.errors import DeadlineExceeded, Interrupted, OptionError
 
 _LONGEST_PAUSE_S = 0.001
 
@@ -121,38 +121,41 @@ def copy_async(source: Tensor, out: Tensor) -> None:
     out.copy_(source, non_blocking=not on_host or (len(on_host) == 1 and on_host[0].is_pinned()))
 
 
-def poll(is_over: Callable[[], bool], what: str, limit_s: float) -> None:
+def _never() -> bool:
+    return False
+
+
+def poll(
+    is_over: Callable[[], bool], what: str, limit_s: float, give_up: Callable[[], bool] = _never
+) -> None:
     """Waits until something is over.
 
     Args:
         is_over: Polled; at first every few microseconds, later every millisecond.
         what: What it is, for messages.
         limit_s: Longest wait in seconds.
+        give_up: Polled; True ends the wait.
 
     Raises:
         DeadlineExceeded: It took too long.
+        Interrupted: `give_up` returned True.
     """
     began, pause_s = time.monotonic(), 0.0
-    while not is_over():
+    # `give_up` first: a rank that never has to wait must also notice that another one has failed.
+    while not (lost := give_up()) and not is_over():
         if time.monotonic() - began > limit_s:
             raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s + 10e-6, _LONGEST_PAUSE_S)
+    if lost:
+        raise Interrupted("another rank failed")
 
 
-def synchronize(device: torch.device, limit_s: float) -> None:
-    """Waits for the work queued on this thread's current stream on an accelerator.
-
-    Raises:
-        DeadlineExceeded: It did not end within `limit_s` seconds.
-    """
-    _synchronize(torch.accelerator.current_stream(device), limit_s)
-
-
-def _synchronize(stream: torch.Stream, limit_s: float) -> None:
+def synchronize(stream: torch.Stream, limit_s: float, give_up: Callable[[], bool] = _never) -> None:
+    """Waits for the work queued on a stream; arguments and errors are those of `poll`."""
     with use_stream(stream):
         # An event: the stream itself may be given more work meanwhile.
-        poll(stream.record_event().query, f"the work queued on {stream.device}", limit_s)
+        poll(stream.record_event().query, f"the work queued on {stream.device}", limit_s, give_up)
 
 
 _streams: defaultdict[torch.device, list[torch.Stream]] = defaultdict(list)  # that nobody uses now
@@ -261,7 +264,7 @@ class DeviceStreams:
     def synchronize(self, limit_s: float) -> None:
         """Waits for the work queued on them; limit and error are those of `synchronize`."""
         for stream in self._streams:
-            _synchronize(stream, limit_s)
+            synchronize(stream, limit_s)
 
 
 @cache

@@ -256,10 +256,11 @@ class StreamTransfer:
         try:
             with self._session.usable():
                 errors: list[BaseException] = []
+                patience = self._world.patience_s, self._world.peer_failed
                 try:
                     for in_place in self._job.pipeline.steps(self._ends_before):
-                        yield from self._stream_buffer.hand_out(in_place, self._world.patience_s)
-                    yield from self._stream_buffer.hand_out((), self._world.patience_s)
+                        yield from self._stream_buffer.hand_out(in_place, *patience)
+                    yield from self._stream_buffer.hand_out((), *patience)
                 except Exception as error:
                     errors.append(error)
                 if self._cause is not None:
@@ -588,23 +589,26 @@ class StreamBuffer:
             else:
                 self._fill(index, filling, begin, piece)
 
-    def settle(self, limit_s: float) -> None:
+    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
         """Returns once all bytes placed so far have left their buffers; see `synchronize`."""
         if is_accelerator(self._device):
-            synchronize(self._device, limit_s)
+            synchronize(torch.accelerator.current_stream(self._device), limit_s, give_up)
 
-    def hand_out(self, in_place: Sequence[tuple[int, int]], limit_s: float) -> Iterator[tuple[str, Tensor]]:
+    def hand_out(
+        self, in_place: Sequence[tuple[int, int]], limit_s: float, give_up: Callable[[], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that a round has completed.
 
         Args:
             in_place: (start, length) of byte ranges that were read or received into their tensors.
             limit_s: As for `settle`.
+            give_up: Likewise.
         """
         for start, nbytes in in_place:
             for index, begin, end in self._cut(start, nbytes):
                 self._left[index] -= end - begin
         while True:
-            self.settle(limit_s)
+            self.settle(limit_s, give_up)
             while not self._is_closed and self._next < len(self._wanted) and not self._left[self._next]:
                 yield from self._take()
             if not self._waiting or self._is_closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
@@ -373,10 +373,10 @@ class TensorWriter:
         for one in begun:
             one.result()
 
-    def settle(self, limit_s: float) -> None:
+    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
         """Returns once all bytes placed so far have left their buffers; see `synchronize`."""
         for device in self._devices:
-            synchronize(device, limit_s)
+            synchronize(torch.accelerator.current_stream(device), limit_s, give_up)
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
         if destination.is_plain and destination.alias is not None:

@@ -143,8 +143,10 @@ class FileWriter:
             position += block.nbytes
         self._submit(batch, view[begin:position])
 
-    def settle(self) -> None:
+    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
         """Returns once all bytes placed so far are written, and notes their blocks in the journal.
+
+        The world of this rank has the same limits as the arguments.
 
         Raises:
             ChecksumError: A block differs from the saved one.

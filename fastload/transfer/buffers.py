@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -39,8 +39,8 @@ class Writer(Protocol):
         """Copies data to a range of the requested bytes; it may use the data until `settle`."""
         ...
 
-    def settle(self, limit_s: float) -> None:
-        """Waits until no data placed so far is in use; raises `DeadlineExceeded` after so many seconds."""
+    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
+        """Waits until no data placed so far is in use; arguments and errors are those of `devices.poll`."""
         ...
 
 

@@ -21,7 +21,7 @@ from fastload.base.devices import copy_async, give_back_streams, poll, take_stre
 from fastload.base.memory import allocate, allocate_staging
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
-from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.errors import DeadlineExceeded
 from fastload.transfer.communicators import Communicators, all_gather, broadcast, follow
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
@@ -67,12 +67,10 @@ class _BackendTransport(Transport):
 
     def wait(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         def has_ended() -> bool:
-            if give_up():
-                raise Interrupted("another rank failed")
             self._note_ended()
             return work.done.is_set()
 
-        poll(has_ended, f"round {work.index}", until_s)
+        poll(has_ended, f"round {work.index}", until_s, give_up)
         require_unbroken(work)
 
     def close(self) -> None:

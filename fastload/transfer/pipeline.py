@@ -486,7 +486,7 @@ class Pipeline:
 
     def _recycle(self, work: Round) -> None:
         # Copies to a device may still read the buffer.
-        self._placing.writer.settle(self._world.patience_s)
+        self._placing.writer.settle(self._world.patience_s, self._world.peer_failed)
         self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
 
 

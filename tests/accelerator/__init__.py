@@ -120,7 +120,13 @@ class Emulator:
         library.emu_hold.restype = ctypes.c_int64
         library.emu_let_go.argtypes = (ctypes.c_int64,)
         library.emu_limit.argtypes = ctypes.c_int, ctypes.c_int64
-        library.emu_mode.argtypes = ctypes.c_int, ctypes.c_bool, ctypes.c_bool, ctypes.c_double, ctypes.c_double
+        library.emu_mode.argtypes = (
+            ctypes.c_int,
+            ctypes.c_bool,
+            ctypes.c_bool,
+            ctypes.c_double,
+            ctypes.c_double,
+        )
         library.emu_seed.argtypes = ctypes.c_int, ctypes.c_uint64
         library.emu_get_random.argtypes = library.emu_set_random.argtypes = ctypes.c_int, ctypes.c_void_p
         self._contexts: dict[int, list[str]] = {}

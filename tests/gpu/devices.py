@@ -36,10 +36,12 @@ class Devices:
         device: This rank's device.
         backend: What moves data between the devices of ranks.
         emulated: Whether it is the emulated one, which counts copies and finds races.
+        mode: Its mode; empty of another one.
     """
 
-    def __init__(self, kind: str, rank: int) -> None:
+    def __init__(self, kind: str, rank: int, mode: str) -> None:
         self.emulated = kind == NAME
+        self.mode = mode
         self.backend = BACKENDS[kind]
         index = rank % torch.accelerator.device_count()
         torch.accelerator.set_device_index(index)
@@ -50,6 +52,8 @@ class Devices:
     def slow(self, seed: int, *, longest_s: float = 0.003) -> None:
         """Has what streams do begin later, each time by another while."""
         if self.emulated:
+            if self.mode == "one queue":  # in which delays of several streams add up
+                longest_s /= 10
             accelerator().delay(0.0, random_s=longest_s, seed=seed)
 
     def busy(self, seconds: float) -> None:
@@ -133,7 +137,7 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
 
     Options are those of `harness.ranks`. The default process group of the ranks has Gloo for host memory and
     the accelerator's backend for devices. On the emulated accelerator the test fails if anything touched
-    memory in the wrong order, even if no byte was wrong, and if a rank made a context on another one's device.
+    memory in the wrong order, even if no byte was wrong, and if a rank made a context on another's device.
     Its mode depends on the name of the test, which prints it; with ``FASTLOAD_TEST_MODES`` in the environment
     it runs in several.
     """
@@ -144,11 +148,12 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
         ]
 
         def on_rank(rank: int, world: int, kind: str, device_mode: str, **fixtures: Any) -> Any:
-            with _entered(kind, device_mode, rank, world):
-                return body(devices=Devices(kind, rank), rank=rank, world=world, **fixtures)
+            with _entered(kind, device_mode, rank, world) as mode:
+                return body(devices=Devices(kind, rank, mode), rank=rank, world=world, **fixtures)
 
         parameters = [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("rank", "world", "kind", "device_mode", *names)
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY)
+            for n in ("rank", "world", "kind", "device_mode", *names)
         ]
         on_rank.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         on_rank.__module__, on_rank.__qualname__ = body.__module__, body.__qualname__
@@ -176,7 +181,8 @@ def _mode_of_test() -> str:
 
 
 @contextmanager
-def _entered(kind: str, mode: str, rank: int, world: int) -> Iterator[None]:
+def _entered(kind: str, mode: str, rank: int, world: int) -> Iterator[str]:
+    """Enters the process group of a test; the context is the mode of the emulated accelerator."""
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     if kind == NAME:
@@ -190,9 +196,11 @@ def _entered(kind: str, mode: str, rank: int, world: int) -> Iterator[None]:
         world_size=world,
         timeout=_TIMEOUT,
     )
-    yield
+    yield mode
     if kind == NAME:
         assert accelerator().faults() == []
         own = rank % torch.accelerator.device_count()
         elsewhere = {device: names for device, names in accelerator().contexts().items() if device != own}
-        assert not (_OWN_CONTEXT_ONLY and elsewhere), f"contexts on other ranks' devices, by threads: {elsewhere}"
+        assert not (_OWN_CONTEXT_ONLY and elsewhere), (
+            f"contexts on other ranks' devices, by threads: {elsewhere}"
+        )

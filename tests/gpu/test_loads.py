@@ -195,6 +195,41 @@ def test_tensors_one_by_one(devices: Devices, rank: int, world: int, tmp_path: P
         assert len(sums) == (4 if leaves else len(saved))
 
 
+@on_devices(2)
+@pytest.mark.parametrize("boxes", [False, True])
+def test_loops_of_a_caller_with_many_streams(
+    devices: Devices, rank: int, world: int, tmp_path: Path, boxes: bool
+) -> None:
+    """Sooner or later a stream of fastload's is also one of the caller's, or of a process group."""
+    saved = {f"w{number}": torch.arange(4000) + number for number in range(6)}
+    if rank == 0:
+        save_file(saved, tmp_path / "w.safetensors")
+    dist.barrier()
+    own = [torch.Stream(devices.device, priority=priority) for priority in (0, -1, -2, -3) * 10]
+    options = fastload.LoadOptions(strategy="allgather", chunk_bytes=4096, timeout_s=60)
+    wanted: Any = {"boxes": {name: fastload.Box((100 * rank,), (3000,)) for name in saved}} if boxes else {}
+    sums = []
+    for number in range(40 if devices.mode in ("", "plain") else 8):
+        devices.slow(number + rank, longest_s=0.001)
+        with fastload.open(tmp_path / "w.safetensors", options=options) as opened:
+            for _, tensor in opened.tensors(device=devices.device, **wanted):
+                first, here = tensor[:1].clone(), torch.accelerator.current_stream(devices.device)
+                with devices.aside():
+                    dist.all_reduce(first)
+                    work = dist.all_reduce(first, async_op=True)
+                    assert work is not None
+                    work.wait()
+                stream = own[number % len(own)]
+                stream.wait_stream(here)
+                with stream:
+                    dist.all_reduce(first)
+                here.wait_stream(stream)
+                sums.append(first)
+    device_sums = torch.cat(sums).cpu().tolist()
+    firsts = [sum(int(saved[name][100 * other * boxes]) for other in range(world)) for name in saved]
+    assert device_sums == [first * world**2 for first in firsts] * (len(device_sums) // len(firsts))
+
+
 @on_devices(2, 4)
 def test_boxes(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """Read into place, and handed out by another thread to a consumer on a stream of its own."""
