@@ -166,6 +166,25 @@ def test_a_call_that_fails_leaves_nothing_open(
     devices.check_group()
 
 
+@on_devices(1)
+def test_a_call_that_fails_closes_the_group_of_its_thread(devices: Devices, rank: int, world: int) -> None:
+    """Else whatever the thread called later, on any communicator, would never be launched."""
+    first, second = (
+        communicators._make_backend(devices.backend, dist.HashStore(), 0, 1, devices.device) for _ in range(2)
+    )
+
+    def fail() -> None:
+        raise RuntimeError("an odd error of the backend")
+
+    with pytest.raises(RuntimeError, match="odd error"):
+        device_transport._coalesced(first, [fail])
+    ones, gathered = torch.ones(3, device=devices.device), torch.zeros(3, device=devices.device)
+    communicators.follow(second, communicators.all_gather(second, ones, gathered))
+    assert gathered.tolist() == [1, 1, 1]
+    first.abort()
+    second.abort()
+
+
 @on_devices(1, 2)
 def test_a_device_that_does_not_go_on(devices: Devices, rank: int, world: int, path: Path) -> None:
     """The caller's own kernels never end: loads and saves say so in time."""
