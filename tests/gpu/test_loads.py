@@ -139,6 +139,49 @@ def test_a_module_of_fsdp_becomes_real_on_the_device(
 
 
 @on_devices(1, 2)
+@pytest.mark.parametrize("strategy", ["direct", "allgather"])
+def test_casts_and_strides_are_made_on_the_device(
+    devices: Devices, rank: int, world: int, tmp_path: Path, strategy: Any
+) -> None:
+    """No copy from pageable memory, none that the host waits for, in bounded memory; elements are cut."""
+    saved = {
+        "cast": torch.randn(3_000, 1001),
+        "columns": torch.arange(700 * 1001).view(700, 1001),
+        "both": torch.randn(300, 1001, dtype=torch.float64),
+    }
+    if rank == 0:
+        save_file(saved, tmp_path / "w.safetensors")
+    dist.barrier()
+    into = {
+        "cast": torch.zeros(3_000, 1001, device=devices.device, dtype=torch.bfloat16),
+        "columns": torch.zeros(1001, 700, device=devices.device, dtype=torch.int64).t(),
+        "both": torch.zeros(1001, 300, device=devices.device, dtype=torch.bfloat16).t(),
+    }
+    expected = {name: saved[name].to(tensor.dtype) for name, tensor in into.items()}
+    options = fastload.LoadOptions(strategy=strategy, chunk_bytes=500_001, timeout_s=60)
+    with fastload.open(tmp_path / "w.safetensors", options=options) as opened:
+        opened.load(into=into, dtype=torch.bfloat16)  # what is kept for the next load is allocated
+        for tensor in into.values():
+            tensor.zero_()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        devices.counts()
+        opened.load(into=into, dtype=torch.bfloat16)
+        counts = devices.counts()
+        taken = torch.accelerator.max_memory_allocated() - before
+    assert_same_bits(on_host(into), expected)
+    if devices.emulated:
+        assert counts["h2d_pinned_bytes"] > 0
+        assert "h2d_pageable" not in counts
+        assert opened.report is not None
+        statuses_bytes = opened.report.num_rounds * world if strategy == "allgather" else 0
+        assert counts.get("d2h_pageable_bytes", 0) <= statuses_bytes
+        assert counts.get("blocking_copies", 0) == counts.get("d2h_pageable", 0)
+    staging = 0 if strategy == "direct" else 4 * (world + 1) * 500_001
+    assert taken <= (8 << 20) + staging + (64 << 10)
+
+
+@on_devices(1, 2)
 def test_casts_strides_and_host_memory_in_one_load(
     devices: Devices, rank: int, world: int, tmp_path: Path
 ) -> None:
