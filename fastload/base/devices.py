@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -115,6 +115,16 @@ def copy_async(source: Tensor, out: Tensor) -> None:
 def synchronize(device: torch.device) -> None:
     """Waits for the work queued on this thread's current stream on an accelerator."""
     torch.accelerator.current_stream(device).synchronize()
+
+
+def follow(devices: Iterable[torch.device]) -> Callable[[], bool]:
+    """Returns a function that tells whether the work queued so far on this thread's current streams is over.
+
+    Args:
+        devices: The accelerators.
+    """
+    events = [torch.accelerator.current_stream(device).record_event() for device in devices]
+    return lambda: all(event.query() for event in events)
 
 
 @contextmanager

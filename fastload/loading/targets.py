@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fastload.base.devices import (
     accelerators_of,
     copy_async,
+    follow,
     is_accelerator,
     parse_device,
-    synchronize,
     with_index,
 )
 from fastload.base.memory import allocate, byte_view, round_up
@@ -381,10 +381,9 @@ class TensorWriter:
         for one in begun:
             one.result()
 
-    def settle(self) -> None:
-        """Returns once all bytes placed so far have left their buffers."""
-        for device in self._devices:
-            synchronize(device)
+    def follow(self) -> Callable[[], bool]:
+        """Returns a function that tells whether all bytes placed so far have left their buffers."""
+        return follow(self._devices)
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
         if not destination.is_plain:
@@ -395,7 +394,7 @@ class TensorWriter:
         else:
             flat = byte_view(destination.tensor)[begin : begin + piece.numel()]
             if flat.is_cpu:
-                flat.copy_(piece)  # `settle` does not wait for copies to host memory
+                flat.copy_(piece)  # `follow` does not follow copies to host memory
             else:
                 copy_async(piece, flat)
 

@@ -143,7 +143,7 @@ class FileWriter:
             position += block.nbytes
         self._submit(batch, view[begin:position])
 
-    def settle(self) -> None:
+    def follow(self) -> Callable[[], bool]:
         """Returns once all bytes placed so far are written, and notes their blocks in the journal.
 
         Raises:
@@ -158,6 +158,7 @@ class FileWriter:
             entries.append(self._world.await_work(self._under_way.popleft()[1], late))
         if entries and self._copy is not None:
             self._copy.note(b"".join(entries))
+        return lambda: True
 
     def close(self) -> bool:
         """Ends the threads; returns whether all writes have ended."""

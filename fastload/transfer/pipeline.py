@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -58,7 +59,7 @@ def _open_transport(
 
 
 class Starter:
-    """A thread that starts each round once the read of this rank's chunk has ended.
+    """Starts each round once the read of this rank's chunk has ended: in a thread, or in that of the caller.
 
     Args:
         reader: Reads the chunks; stopped once one of them could not be read.
@@ -87,8 +88,8 @@ class Starter:
         return self.read_error is not None and not isinstance(self.read_error, StorageError)
 
     def post(self, work: Round, read: Future[None] | None) -> None:
-        """Starts a round once a read has ended, or at once if this rank has no chunk in it."""
-        self._thread.submit(partial(self._start, work, read))
+        """Starts a round in the thread, once a read has ended, or at once if this rank has no chunk in it."""
+        self._thread.submit(partial(self.start, work, read))
 
     def end(self) -> None:
         """Ends the thread after the rounds whose chunks are read."""
@@ -100,7 +101,8 @@ class Starter:
         self._thread.close(wait_s=wait_s)
         self.read_error = None  # else error → traceback → frame → self → error would keep the buffers alive
 
-    def _start(self, work: Round, read: Future[None] | None) -> None:
+    def start(self, work: Round, read: Future[None] | None) -> None:
+        """Starts a round once a read has ended; see `post`."""
         if self._has_ended:
             return
         if read is not None:
@@ -194,6 +196,7 @@ def _read(reader: ChunkReader, own: OwnChunk) -> Future[None]:
 
 
 _MAX_READ_THREADS = 8
+_PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones arrive
 
 
 def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> int:
@@ -212,6 +215,61 @@ def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_
     return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
+_POLL_S = 0.0002  # a copy of a chunk to a device takes as long
+
+
+class PlacedRounds:
+    """The rounds that are placed, in order, until the memory of each may be overwritten.
+
+    Args:
+        world: The ranks.
+        transport: Releases the memory.
+        writer: Placed the data, and may still copy from their buffers.
+    """
+
+    def __init__(self, world: World, transport: Transport, writer: Writer) -> None:
+        self._world = world
+        self._transport = transport
+        self._writer = writer
+        self._rounds: deque[tuple[Round, Callable[[], bool]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def add(self, work: Round) -> None:
+        """Adds a round; all that was placed of it has been placed."""
+        self._rounds.append((work, self._writer.follow()))
+
+    def release(self, at_most: int) -> None:
+        """Releases rounds that are copied; waits while there are more than `at_most`.
+
+        Raises:
+            DeadlineExceeded: A device did not copy for too long.
+            Interrupted: Another rank failed.
+        """
+        while self._rounds:
+            work, is_copied = self._rounds[0]
+            if not is_copied():
+                if len(self._rounds) <= at_most:
+                    return
+                self._await(work, is_copied)
+            self._rounds.popleft()
+            self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
+
+    def forget(self) -> None:
+        """Drops all rounds; copies under way keep their memory alive."""
+        self._rounds.clear()
+
+    def _await(self, work: Round, is_copied: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._world.patience_s
+        while not is_copied():
+            if self._world.peer_failed():
+                raise Interrupted("another rank failed")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the copies of round {work.index} to devices made no progress")
+            time.sleep(_POLL_S)
+
+
 def _never(number: int) -> bool:
     return False
 
@@ -220,9 +278,10 @@ class Pipeline:
     """Moves all rounds of a plan through read, exchange and place, by the transport that fits.
 
     The reader's threads read this rank's chunks. One thread passes them to the transport in plan order. The
-    caller's thread places what has arrived and posts the next round into the free buffer. So at most
-    `plan.depth` rounds are in flight. A chunk for one piece of host memory is read, received and forwarded
-    there; others go through the buffer. With several windows, chunks are read ahead of the rounds in flight.
+    caller's thread places what has arrived and posts the next round into a free buffer. So at most
+    `plan.depth` rounds are in flight, a few of them already placed and being copied to a device. A chunk for
+    one piece of host memory is read, received and forwarded there; others go through the buffer. With several
+    windows, chunks are read ahead of the rounds in flight.
 
     A rank that cannot read sends a status with its chunk and continues with the rounds in flight, so no rank
     waits for it. If all ranks learn of that in the same round, the remaining bytes are dealt again to the
@@ -268,6 +327,7 @@ class Pipeline:
         self.reader = reader
         self.transport = _open_transport(world, plan, machines, device, backend)
         self._placing = _Placing(world.rank, writer, progress)
+        self._placed = PlacedRounds(world, self.transport, writer)
         self._buffers = Buffers(plan, world.rank, self.transport, writer)
         self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
@@ -361,7 +421,7 @@ class Pipeline:
         self, plan: Plan, ends_before: Callable[[int], bool]
     ) -> Generator[list[tuple[int, int]], None, Plan | None]:
         """Runs a plan until its end or until a reader drops out; then returns the plan for the rest."""
-        rounds: deque[Round] = deque()
+        rounds: deque[tuple[Round, Future[None] | None]] = deque()
         lacking: list[tuple[int, int]] = []
         broken: set[int] = set()
         num_posted = 0
@@ -369,23 +429,28 @@ class Pipeline:
         depth = min(self._buffers.depth, plan.ahead or plan.num_rounds)
         for index in range(plan.num_rounds):
             if not broken:
-                self._ahead.read(plan, index)
-            while not broken and not has_ended and len(rounds) < depth and num_posted < plan.num_rounds:
+                self._ahead.read(plan, index - len(self._placed))
+            num_free = depth - len(rounds) - len(self._placed)
+            while not broken and not has_ended and num_free > 0 and num_posted < plan.num_rounds:
                 if has_ended := ends_before(self.num_posted):
                     break
                 rounds.append(self._post(plan, num_posted))
                 num_posted += 1
                 self.num_posted += 1
+                num_free -= 1
             if not rounds:
                 break
-            unread = self._finish(plan, index, rounds[0])
-            yield _ranges_in_place(rounds[0])
-            self._recycle(rounds.popleft())
+            work, read = rounds.popleft()
+            unread = self._finish(plan, index, work, read)
+            yield _ranges_in_place(work)
+            self._placed.add(work)
+            self._placed.release(at_most=depth // _PLACED_PART)
             if plan.in_lockstep:
                 broken.update(unread)
                 lacking += [(index, rank) for rank in unread]
             elif self._starter.read_error is not None and plan.readers == (self._world.rank,):
                 raise self._starter.read_error  # no other rank can read the rest
+        self._placed.release(at_most=0)
         if has_ended:
             self._ahead.drop(give_up=self._world.peer_failed)
         if has_ended or not broken:
@@ -401,11 +466,12 @@ class Pipeline:
         """Ends the threads. After a failure this may take a moment, so set the failure flag before."""
         self._starter.close(wait_s=self._world.grace_s)
         self._ahead.forget()
+        self._placed.forget()
         self.transport.close()
         self._buffers.free()
 
-    def _post(self, plan: Plan, index: int) -> Round:
-        """Posts the receives of a round and begins to read this rank's chunk."""
+    def _post(self, plan: Plan, index: int) -> tuple[Round, Future[None] | None]:
+        """Posts the receives of a round and begins to read this rank's chunk; returns both."""
         number = self.num_posted
         self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         own, read = self._ahead.take(index)
@@ -413,15 +479,30 @@ class Pipeline:
         self.transport.post(work)
         if work.own is not None and read is None:
             read = _read(self.reader, work.own)
-        self._starter.post(work, read)
-        return work
+        if not self._is_local:
+            self._starter.post(work, read)
+        return work, read
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether nothing is sent, so that rounds may start as late as in `_finish`, without a thread."""
+        return isinstance(self.transport, LocalTransport)
 
     def _is_lost(self) -> bool:
         """Whether a rank failed, also this one in another thread."""
         return self._world.peer_failed() or self._starter.is_lost
 
-    def _finish(self, plan: Plan, index: int, work: Round) -> list[int]:
+    def _finish(self, plan: Plan, index: int, work: Round, read: Future[None] | None) -> list[int]:
         """Places a round once it has arrived; returns the readers whose chunks are missing."""
+        if self._is_local:
+            if read is not None:
+                await_done(
+                    read,
+                    give_up=self._world.peer_failed,
+                    limit_s=self._world.patience_s,
+                    late=partial(self.reader.overdue, 0.0),
+                )
+            self._starter.start(work, read)
         self._await(work)
         if lost := [rank for rank, status in work.statuses.items() if status != UNREADABLE]:
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
@@ -439,11 +520,6 @@ class Pipeline:
                 raise
             raise overdue from None
         self._world.note_progress()
-
-    def _recycle(self, work: Round) -> None:
-        # Copies to a device may still read the buffer.
-        self._placing.writer.settle()
-        self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
 
 
 def _ranges_in_place(work: Round) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,9 @@ from fastload.formats.state import state_digest
 from fastload.saving import snapshot
 from fastload.transfer import device_transport
 from fastload.transfer.routed_plan import RoutedPlan
+from tests.accelerator import accelerator
 from tests.checkpoints import assert_same_bits, flip
+from tests.dist.patience import patient
 from tests.dist.test_sharded import emptied, locals_of, make, write
 from tests.dist.test_sharded_failures import break_reads
 from tests.gpu.devices import Devices, on_devices
@@ -346,6 +350,32 @@ def test_bytes_go_to_the_device_once(devices: Devices, rank: int, world: int, tm
                 counts.get("d2d_bytes", 0) <= saved["w"].nbytes
             )  # from the slab, if ranks shared the reading
         assert torch.equal(into["w"].cpu(), saved["w"])
+
+
+@on_devices(1)
+def test_copies_of_several_rounds_are_in_flight(
+    devices: Devices, rank: int, world: int, tmp_path: Path
+) -> None:
+    """The device is given more to copy while it copies, from page-locked memory that is not wasted."""
+    saved = {"w": torch.randn(4_000_000)}
+    save_file(saved, tmp_path / "w.safetensors")
+    into = {"w": torch.zeros(4_000_000, device=devices.device)}
+    options = fastload.LoadOptions(chunk_bytes=550_000, timeout_s=60)
+    devices.counts()
+    with fastload.open(tmp_path / "w.safetensors", options=options) as opened:
+        loading = threading.Thread(target=opened.load, kwargs={"into": into})
+        with devices.held():
+            loading.start()
+            until = time.monotonic() + patient(30.0)
+            while devices.emulated and (counts := accelerator().counters()).get("h2d_pinned", 0) < 4:
+                assert time.monotonic() < until, counts
+                time.sleep(0.01)
+        loading.join()
+    assert torch.equal(into["w"].cpu(), saved["w"])
+    assert opened.report is not None
+    if devices.emulated:
+        assert not {"h2d_pageable", "stream_syncs"} & counts.keys()
+        assert counts["pinned_bytes"] <= 1.2 * 550_000 * opened.report.depth
 
 
 @on_devices(2, 4, ranks_per_host=2)
