@@ -12,6 +12,7 @@
     python scripts/bench_load.py fsdp
     python scripts/bench_load.py plan
     python scripts/bench_load.py quantised
+    python scripts/bench_load.py reading
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the
 slowest rank has the complete state, and are verified, outside of the timing, by one digest. Those of
@@ -37,7 +38,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from bench_parts import agree as agreements
-from bench_parts import baselines, cold, fresh, fsdp, quantised_weights, small
+from bench_parts import baselines, cold, fresh, fsdp, quantised_weights, reading, small
 from bench_parts.job import (
     GIB,
     MIB,
@@ -284,6 +285,25 @@ def quantised(size: int, repeats: int, folder: str | None, json_path: str | None
         with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as made:
             rows += quantised_weights.measure(kind, Path(made), size, repeats)
     quantised_weights.print_rows(rows, f"{size / MIB:.0f} MiB of quantised weights, one process")
+    write_json(json_path, rows)
+
+
+@main.command("reading")
+@click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the checkpoint.")
+@click.option("--threads", default="1,2,4", show_default=True, help="Numbers of reads at once.")
+@click.option("--repeats", default=9, show_default=True, help="Runs of each arm.")
+@click.option("--folder", default=None, help="Where to put the checkpoint; its files have to stay cached.")
+@arms_option
+@json_option
+def read_and_verify(
+    size: int, threads: str, repeats: int, folder: str | None, arms: str, json_path: str | None
+) -> None:
+    """Read and verify cached local files in one process, next to memcpy, pread and xxh3 alone."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as made:
+        reading.save(Path(made, "checkpoint"), size)
+        numbers = [int(number) for number in threads.split(",")]
+        rows = reading.measure(Path(made, "checkpoint"), repeats, numbers, arms)
+    reading.print_rows(rows, f"{size / MIB:.0f} MiB of cached files, read and verified by one rank")
     write_json(json_path, rows)
 
 

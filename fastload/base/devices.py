@@ -158,6 +158,19 @@ def synchronize(stream: torch.Stream, limit_s: float, give_up: Callable[[], bool
         poll(stream.record_event().query, f"the work queued on {stream.device}", limit_s, give_up)
 
 
+def follow(devices: Iterable[torch.device]) -> Callable[[], bool]:
+    """Returns a function that tells whether the work queued so far on this thread's current streams is over.
+
+    Args:
+        devices: The accelerators.
+    """
+    events = []
+    for device in devices:
+        with use_stream(stream := torch.accelerator.current_stream(device)):
+            events.append(stream.record_event())
+    return lambda: all(event.query() for event in events)
+
+
 _streams: defaultdict[torch.device, list[torch.Stream]] = defaultdict(list)  # that nobody uses now
 
 

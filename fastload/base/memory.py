@@ -90,6 +90,32 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
     return buffer
 
 
+def allocate_buffers(count: int, nbytes: int, *, pinned: bool) -> list[Tensor]:
+    """Allocates buffers of one length, each as `allocate_staging` does.
+
+    torch rounds page-locked memory up to a power of two. So several buffers are parts of one allocation where
+    that takes less memory.
+    """
+    length = round_up(nbytes, PAGE_BYTES)
+
+    def taken(together: int) -> int:
+        num_full, left = divmod(count, together)
+        return num_full * _power_of_two(together * length) + (_power_of_two(left * length) if left else 0)
+
+    together = min(range(1, count + 1), key=taken) if pinned and can_pin() else 1
+    buffers: list[Tensor] = []
+    while len(buffers) < count:
+        number = min(together, count - len(buffers))
+        memory = allocate_staging((number - 1) * length + nbytes, pinned=pinned)
+        buffers += [memory[at * length : at * length + nbytes] for at in range(number)]
+    return buffers
+
+
+def _power_of_two(value: int) -> int:
+    """Rounds up to a power of two."""
+    return 1 << (value - 1).bit_length()
+
+
 def allocate(
     shape: Sequence[int],
     dtype: torch.dtype,

@@ -16,7 +16,7 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.geometry.blocks import Block, Blocks, num_blocks
 from fastload.geometry.box import Box, dense_strides
-from fastload.geometry.ranges import Space
+from fastload.geometry.ranges import HasRange, Space
 
 CHECKSUM_BYTES = 8
 _LENGTH_BYTES = 8
@@ -183,6 +183,13 @@ class Manifest:
         number = block.number - self._first_blocks[block.file]
         begin = number * CHECKSUM_BYTES
         return number, self.files[block.file].checksums[begin : begin + CHECKSUM_BYTES]
+
+    def recorded_of(self, byte_range: HasRange, nbytes: int) -> bytes:
+        """Returns so many bytes of the recorded checksums, from the first block of a byte range on."""
+        file = byte_range.file
+        number = self.blocks.number_at(file, byte_range.offset) - self._first_blocks[file]
+        begin = number * CHECKSUM_BYTES
+        return self.files[file].checksums[begin : begin + nbytes]
 
     def strides_of(self, entry: TensorEntry) -> tuple[int, ...]:
         """Returns the strides that a tensor had when it was saved, without gaps; empty if row-major."""

@@ -95,6 +95,14 @@ class Blocks:
             return None
         return self._block(index, self.firsts[index] + skipped // self.block_bytes)
 
+    def number_at(self, file: int, offset: int) -> int:
+        """Returns the number of the block with a byte of a file, which some range has.
+
+        The ranges have to be in the order of their bytes.
+        """
+        index = self.space.find(file, offset)
+        return self.firsts[index] + (offset - self.space.ranges[index].offset) // self.block_bytes
+
     def between(self, file: int, begin: int, end: int) -> Iterator[tuple[int, Block]]:
         """Yields the blocks that begin in a part of a file, in order, each with the index of its range.
 

@@ -374,6 +374,7 @@ def _open_common(matched: MatchedRequest) -> Job:
         contiguous=access.is_mounted and not is_stream,
         hosts=access.hosts,
         num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
+        to_device=is_accelerator(matched.match.device) and not between_devices,
     )
     if is_stream:
         plan = plan.deeper(staging_bytes)
@@ -433,12 +434,13 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
     def open_it() -> Job:
         requests = RankRequests.unpack(packed)
         # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
-        contiguous = opened.access.is_mounted and not matched.decision.alone
+        alone = matched.decision.alone
+        contiguous = opened.access.is_mounted and not alone
         sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
         bytes_wanted = sharing.union_bytes
-        if matched.decision.alone:
-            alone = RankRequests((wanted[0],), ((opened.world.rank,),))
-            sharing = SharingGroups(manifest.extents, alone, opened.block_bytes)
+        if alone:
+            own = RankRequests((wanted[0],), ((opened.world.rank,),))
+            sharing = SharingGroups(manifest.extents, own, opened.block_bytes)
         plan = plan_routes(
             sharing,
             matched.decision.readers_for(opened.world.rank),
@@ -446,6 +448,7 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
             staging_bytes=opened.options.staging_bytes,
             chunk_bytes=opened.options.chunk_bytes,
             holders=opened.access.holders,
+            to_device=bool(matched.backend) or (alone and is_accelerator(matched.match.device)),
         )
         return open_job(matched, plan, bytes_wanted)
 

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from fastload.base.devices import is_accelerator, record_use, synchronize
+from fastload.base.devices import follow, is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.threads import Task, raise_first
 from fastload.comm.world import World
@@ -213,7 +213,7 @@ class StreamTransfer:
     @property
     def leaves_in_order(self) -> bool:
         """Whether what is left to do for other ranks is done in the caller's thread, when it says so."""
-        return self._job.pipeline.transport.starts_in_order
+        return bool(self._job.pipeline.transport.starts_ahead)
 
     def take(self) -> tuple[str, Tensor]:
         """Returns the next tensor.
@@ -589,10 +589,9 @@ class StreamBuffer:
             else:
                 self._fill(index, filling, begin, piece)
 
-    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once all bytes placed so far have left their buffers; see `synchronize`."""
-        if is_accelerator(self._device):
-            synchronize(torch.accelerator.current_stream(self._device), limit_s, give_up)
+    def follow(self) -> Callable[[], bool]:
+        """Returns a function that tells whether all bytes placed so far have left their buffers."""
+        return follow([self._device] if is_accelerator(self._device) else [])
 
     def hand_out(
         self, in_place: Sequence[tuple[int, int]], limit_s: float, give_up: Callable[[], bool]
@@ -608,14 +607,20 @@ class StreamBuffer:
             for index, begin, end in self._cut(start, nbytes):
                 self._left[index] -= end - begin
         while True:
-            self.settle(limit_s, give_up)
-            while not self._is_closed and self._next < len(self._wanted) and not self._left[self._next]:
+            if self._is_next_complete and is_accelerator(self._device):
+                # The caller may use it on any stream.
+                synchronize(torch.accelerator.current_stream(self._device), limit_s, give_up)
+            while self._is_next_complete:
                 yield from self._take()
             if not self._waiting or self._is_closed:
                 break
             self._place_next()
         if self._mapped is not None and not self._is_closed:
             self._mapped.close()
+
+    @property
+    def _is_next_complete(self) -> bool:
+        return not self._is_closed and self._next < len(self._wanted) and not self._left[self._next]
 
     def close(self) -> None:
         """Drops all tensors that were not handed out."""

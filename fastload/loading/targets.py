@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
@@ -14,7 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastload.base.devices import accelerators_of, copy_async, parse_device, synchronize, with_index
+from fastload.base.devices import (
+    accelerators_of,
+    copy_async,
+    follow,
+    is_accelerator,
+    parse_device,
+    with_index,
+)
 from fastload.base.memory import allocate, byte_view, round_up
 from fastload.base.threads import Workers
 from fastload.errors import ManifestError, MismatchError, OptionError
@@ -300,6 +307,7 @@ class TensorWriter:
         self._addresses = [_address(d) for d in self._destinations]
         self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._devices = accelerators_of(d.tensor for d in self._destinations)
+        self._scratch = _make_scratch(self._destinations)
         # Between devices, chunks that could not be read are placed, too, before they are read again.
         self._counts = not self._devices and any(d.dequantizer is not None for d in self._destinations)
         self._num_threads = num_threads
@@ -373,22 +381,22 @@ class TensorWriter:
         for one in begun:
             one.result()
 
-    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once all bytes placed so far have left their buffers; see `synchronize`."""
-        for device in self._devices:
-            synchronize(torch.accelerator.current_stream(device), limit_s, give_up)
+    def follow(self) -> Callable[[], bool]:
+        """Returns a function that tells whether all bytes placed so far have left their buffers."""
+        return follow(self._devices)
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
-        if destination.is_plain and destination.alias is not None:
-            destination.alias.write(byte_view(destination.tensor), begin, piece)
-        elif destination.is_plain:
+        if not destination.is_plain:
+            self._place_elements(destination, begin, piece)
+        elif destination.alias is not None:
+            for at, part in self._at_destination(destination, piece):
+                destination.alias.write(byte_view(destination.tensor), begin + at, part)
+        else:
             flat = byte_view(destination.tensor)[begin : begin + piece.numel()]
             if flat.is_cpu:
-                flat.copy_(piece)  # `settle` does not wait for copies to host memory
+                flat.copy_(piece)  # `follow` does not follow copies to host memory
             else:
                 copy_async(piece, flat)
-        else:
-            self._place_elements(destination, begin, piece)
 
     def _place_elements(self, destination: Destination, begin: int, piece: Tensor) -> None:
         """Casts or scatters complete elements; the bytes of a cut element wait for the rest of it."""
@@ -396,11 +404,30 @@ class TensorWriter:
         whole_begin = round_up(begin, size)
         whole_end = max(whole_begin, (begin + piece.numel()) // size * size)
         head = min(whole_begin - begin, piece.numel())
+        tail = head + whole_end - whole_begin
         self._place_cut_element(destination, begin, piece[:head])
-        # A clone, since a view as another dtype needs memory aligned to it.
-        elements = piece[head : head + whole_end - whole_begin].clone().view(destination.stored)
-        self._write_elements(destination, whole_begin // size, elements)
-        self._place_cut_element(destination, whole_end, piece[head + whole_end - whole_begin :])
+        for at, part in self._at_destination(destination, piece[head:tail]):
+            elements = part.view(destination.stored)
+            self._write_elements(destination, (whole_begin + at) // size, elements)
+        self._place_cut_element(destination, whole_end, piece[tail:])
+
+    def _at_destination(self, destination: Destination, piece: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields the parts of a piece on the device of its destination, aligned to its stored dtype.
+
+        A part may be overwritten by the next one, in the order of the device.
+        """
+        scratch = self._scratch.get(destination.tensor.device)
+        size = destination.stored.itemsize
+        is_aligned = piece.storage_offset() % size == 0 and piece.data_ptr() % size == 0
+        if is_aligned and piece.device == destination.tensor.device:
+            yield 0, piece
+        elif scratch is None:
+            yield 0, piece.to("cpu", copy=True)
+        else:
+            for at in range(0, piece.numel(), scratch.numel()):
+                part = piece[at : at + scratch.numel()]
+                copy_async(part, scratch[: part.numel()])
+                yield at, scratch[: part.numel()]
 
     def _place_cut_element(self, destination: Destination, begin: int, piece: Tensor) -> None:
         """Collects the bytes of one element, and writes it once it is complete."""
@@ -409,8 +436,10 @@ class TensorWriter:
         size = destination.stored.itemsize
         element, offset = divmod(begin, size)
         key = (id(destination), element)
-        kept, num_kept = self._cut.pop(key, (torch.empty(size, dtype=torch.uint8, device="cpu"), 0))
-        kept[offset : offset + piece.numel()] = piece.cpu()
+        kept, num_kept = self._cut.pop(key, (None, 0))
+        if kept is None:
+            kept = torch.empty(size, dtype=torch.uint8, device=destination.tensor.device)
+        copy_async(piece, kept[offset : offset + piece.numel()])
         if num_kept + piece.numel() < size:
             self._cut[key] = (kept, num_kept + piece.numel())
         else:
@@ -421,6 +450,24 @@ class TensorWriter:
             copy_elements(destination.tensor, start, elements)
         else:
             destination.alias.write(destination.tensor, start, elements)
+
+
+_SCRATCH_BYTES = 8 << 20  # a copy of as much takes far longer than to start it
+
+
+def _make_scratch(destinations: Sequence[Destination]) -> dict[torch.device, Tensor]:
+    """Allocates memory on devices, flat uint8, for stored bytes that are cast, scattered or compared there.
+
+    Raises:
+        MemoryError: A device has too little memory.
+    """
+    sizes: dict[torch.device, int] = {}
+    for each in destinations:
+        device = each.tensor.device
+        if is_accelerator(device) and not (each.is_plain and each.alias is None):
+            sizes[device] = max(sizes.get(device, 0), min(round_up(each.nbytes, 16), _SCRATCH_BYTES))
+    with torch.inference_mode(False):
+        return {device: allocate((nbytes,), torch.uint8, device) for device, nbytes in sizes.items()}
 
 
 def _address(destination: Destination) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -14,7 +15,7 @@ from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, fill, take
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, take
 from fastload.storage.descriptors import AlignedBuffer, DirectFile
 from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
@@ -181,8 +182,10 @@ class LocalStorage(Storage):
             nbytes = sum(map(len, wanted))
             alone = file.directly and nbytes < _MIN_DIRECT_BYTES and io != "buffered"
             strays = self.in_order and offset != file.read_to  # other ranks may read what follows
-            advice = os.POSIX_FADV_RANDOM if alone or strays else os.POSIX_FADV_NORMAL
-            os.posix_fadvise(cached, 0, 0, advice)
+            if alone or strays or file.is_random:  # a call less for each of very many reads
+                file.is_random = alone or strays
+                advice = os.POSIX_FADV_RANDOM if file.is_random else os.POSIX_FADV_NORMAL
+                os.posix_fadvise(cached, 0, 0, advice)
             file.read_to = offset + nbytes
         while wanted:
             count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
@@ -193,7 +196,10 @@ class LocalStorage(Storage):
             _, wanted = take(wanted, count)
 
     def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> int:
-        """Reads with direct I/O, in whole pages, through an aligned buffer.
+        """Reads with direct I/O, in complete pages.
+
+        Buffers that lie in their pages as their bytes lie in the file are read into; for others, the pages go
+        through an aligned buffer.
 
         Returns:
             The number of bytes read: all, unless this file does not support direct I/O.
@@ -201,23 +207,43 @@ class LocalStorage(Storage):
         done = 0
         with file.direct() as direct:
             while wanted and direct is not None:
-                left, before = sum(map(len, wanted)), (offset + done) % PAGE_BYTES
-                block = self._buffer.data[: round_up(before + left, PAGE_BYTES)]
+                at = offset + done
+                read = self._read_pages if _lies_as_in_file(wanted[0], at) else self._read_and_copy
                 try:
-                    count = min(os.preadv(direct, [block], offset + done - before) - before, left)
+                    count = read(direct, at, wanted)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     file.directly = False
                     break
                 if count <= 0:
-                    raise _short(file, direct, offset + done, wanted)
-                filled, wanted = take(wanted, count)
-                fill(filled, block[before : before + count])
+                    raise _short(file, direct, at, wanted)
                 self._count.add(count)
                 self._direct_count.add(count)
                 done += count
+                _, wanted = take(wanted, count)
         return done
+
+    def _read_pages(self, direct: int, offset: int, wanted: Sequence[memoryview]) -> int:
+        """Reads the first of some buffers, all but the pages at its ends straight into it."""
+        buffer, before, pages = wanted[0], offset % PAGE_BYTES, self._buffer.data
+        begin = -offset % PAGE_BYTES
+        end = begin + (len(buffer) - begin) // PAGE_BYTES * PAGE_BYTES
+        first, last = pages[:PAGE_BYTES], pages[PAGE_BYTES : 2 * PAGE_BYTES]
+        parts = [*([first] if begin else ()), buffer[begin:end], *([last] if end < len(buffer) else ())]
+        count = os.preadv(direct, parts, offset - before) - before
+        buffer[:begin] = first[before : before + begin]
+        buffer[end:] = last[: len(buffer) - end]
+        return min(count, len(buffer))
+
+    def _read_and_copy(self, direct: int, offset: int, wanted: Sequence[memoryview]) -> int:
+        """Reads what fits into the aligned buffer, and copies it to some buffers."""
+        left, before = sum(map(len, wanted)), offset % PAGE_BYTES
+        block = self._buffer.data[: round_up(before + left, PAGE_BYTES)]
+        count = min(os.preadv(direct, [block], offset - before) - before, left)
+        if count > 0:
+            _copy(block[before : before + count], take(wanted, count)[0])
+        return count
 
     def map(self, name: str) -> Mapped | None:
         """Maps a file, copy-on-write.
@@ -300,12 +326,14 @@ class _File(DirectFile):
     Attributes:
         path: Its path, for messages.
         read_to: End of the last buffered read.
+        is_random: Whether the kernel was told to read nothing ahead.
     """
 
     def __init__(self, url: str, path: str, folder: int | None, *, directly: bool, numbered: bool) -> None:
         super().__init__(read_descriptors, self._open, directly=directly)
         self.path = url
         self.read_to = 0
+        self.is_random = False
         self._numbered = numbered
         self._place = (path, folder) if folder is not None else (os.path.abspath(path), None)
         self._first: os.stat_result | None = None
@@ -376,6 +404,23 @@ def _reads_directly(io: str, file: _File, cached: int, offset: int, nbytes: int)
     if io == "auto":
         return file.directly and nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)
     return file.directly and nbytes >= 2 * PAGE_BYTES and io == "direct"
+
+
+def _lies_as_in_file(buffer: memoryview, offset: int) -> bool:
+    """Whether a buffer lies in its pages as its bytes, from an offset of the file on, lie in the file."""
+    return len(buffer) >= 2 * PAGE_BYTES and _address(buffer) % PAGE_BYTES == offset % PAGE_BYTES
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_byte.from_buffer(buffer))
+
+
+def _copy(source: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Copies to buffers of the same total length, in order; other threads run meanwhile."""
+    address = _address(source)
+    for buffer in buffers:
+        ctypes.memmove(_address(buffer), address, len(buffer))
+        address += len(buffer)
 
 
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:

@@ -36,11 +36,14 @@ class Writer(Protocol):
         ...
 
     def place(self, start: int, data: Tensor) -> None:
-        """Copies data to a range of the requested bytes; it may use the data until `settle`."""
+        """Copies data to a range of the requested bytes; it may use the data afterwards, see `follow`."""
         ...
 
-    def settle(self, limit_s: float, give_up: Callable[[], bool]) -> None:
-        """Waits until no data placed so far is in use; arguments and errors are those of `devices.poll`."""
+    def follow(self) -> Callable[[], bool]:
+        """Returns a function that tells whether no data placed so far is in use any more.
+
+        A writer may also wait for that here.
+        """
         ...
 
 
@@ -88,12 +91,13 @@ class Buffers:
         self._writer = writer
         self.wanted_bytes = self._view.wanted_bytes
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
+        self._alone_bytes = 0 if plan.exchanges else own_bytes  # of a buffer, for a chunk that is not sent
         # Where messages are packed once a chunk is read, by number of the round.
         self._unpacked: dict[int, tuple[_RoundBuffer, _Directory | None]] = {}
         self._ahead: list[Tensor] = []
         if isinstance(plan, TransferPlan) and plan.ahead:
             num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
-            self._ahead = [transport.allocate_own(own_bytes) for _ in range(num_own)]
+            self._ahead = transport.allocate_own(num_own, own_bytes + self._spare_bytes)
             own_bytes = 0
         num_buffers = self.depth = min(plan.depth, plan.num_rounds)
         if transport.shares_memory:
@@ -106,10 +110,11 @@ class Buffers:
             fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
             num_buffers = self.depth = min(self.depth, fitting)
         self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
-        for each in self._buffers:
-            transport.allocate(buffer_bytes)
-            if self._on_device:
-                each.own = transport.allocate_own(own_bytes)
+        transport.allocate_all(num_buffers, buffer_bytes)
+        if self._on_device:
+            own_bytes += self._spare_bytes if own_bytes else 0
+            for each, own in zip(self._buffers, transport.allocate_own(num_buffers, own_bytes), strict=True):
+                each.own = own
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +127,11 @@ class Buffers:
         if isinstance(self._plan, TransferPlan) and self._plan.num_sharing > 1:
             used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
         return ahead + used + sum(each.own.nbytes for each in self._buffers)
+
+    @property
+    def _spare_bytes(self) -> int:
+        """Bytes more than a chunk that host memory takes next to buffers on a device; see `_as_in_file`."""
+        return PAGE_BYTES if self._on_device else 0
 
     @property
     def _on_device(self) -> bool:
@@ -147,7 +157,7 @@ class Buffers:
         if (direct := self._direct(outgoing, nbytes, one=True)) is not None:
             return OwnChunk(byte_ranges, direct, is_in_place=True, is_ahead=True)
         memory = self._ahead[plan.cycle(index) % len(self._ahead)]
-        return OwnChunk(byte_ranges, [memory[:nbytes]], is_ahead=True)
+        return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)], is_ahead=True)
 
     def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Chooses the memory for this rank's chunk and messages of a round.
@@ -262,11 +272,12 @@ class Buffers:
     ) -> OwnChunk:
         nbytes = sum(each.nbytes for each in byte_ranges)
         if self._on_device:
-            return OwnChunk(byte_ranges, [room.own[:nbytes]])
+            return OwnChunk(byte_ranges, [_as_in_file(room.own, byte_ranges[0], nbytes)])
         if (direct := self._direct(outgoing, nbytes)) is not None:
             return OwnChunk(byte_ranges, direct, is_in_place=True)
         is_shared = any(way.is_shared for _, way in outgoing)
-        return OwnChunk(byte_ranges, [room.take(nbytes, must_fit=is_shared)])
+        memory = room.take(max(nbytes, min(nbytes + PAGE_BYTES, self._alone_bytes)), must_fit=is_shared)
+        return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)])
 
     def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _RoundBuffer) -> Delivery:
         if work.slots is not None:
@@ -310,6 +321,20 @@ class Buffers:
                 return None
             pieces += targets
         return pieces
+
+
+def _as_in_file(memory: Tensor, byte_range: ByteRange, nbytes: int) -> Tensor:
+    """Returns a part of memory that lies in its pages as bytes lie in a file, if it fits.
+
+    Direct I/O reads into such memory without a copy.
+
+    Args:
+        memory: Flat uint8.
+        byte_range: Begins with the bytes.
+        nbytes: Their number.
+    """
+    start = (byte_range.offset - memory.data_ptr()) % PAGE_BYTES
+    return memory[start : start + nbytes] if start + nbytes <= memory.numel() else memory[:nbytes]
 
 
 def _packed(message: Message, chunk: Tensor, room: _RoundBuffer, *, copies: bool, must_fit: bool) -> Tensor:

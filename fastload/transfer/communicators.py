@@ -184,7 +184,7 @@ def _use_once(groups: Iterable[Any], device: torch.device, limit_s: float) -> No
     with torch.inference_mode(), use_stream(stream):
         nothing = torch.zeros(1, dtype=torch.uint8, device=device)
         for group in groups:
-            follow(group, broadcast(group, nothing, 0))
+            join_stream(group, broadcast(group, nothing, 0))
         poll(stream.record_event().query, "the first operation of a communicator", limit_s)
     give_back_streams([stream])
 
@@ -208,7 +208,7 @@ def _on_this_stream(options: Any) -> Any:
     return options
 
 
-def follow(group: Any, work: Any) -> None:
+def join_stream(group: Any, work: Any) -> None:
     """Has the current stream wait for a work of a communicator, unless it runs there and so is None.
 
     `Work.wait` would block the host: it does without a watchdog.

@@ -22,7 +22,7 @@ from fastload.base.memory import allocate, allocate_staging
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded
-from fastload.transfer.communicators import Communicators, all_gather, broadcast, follow
+from fastload.transfer.communicators import Communicators, all_gather, broadcast, join_stream
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transport, require_unbroken
@@ -52,8 +52,8 @@ class _BackendTransport(Transport):
         self._broke = False
 
     @property
-    def starts_in_order(self) -> bool:
-        return True
+    def starts_ahead(self) -> int:
+        return 1  # its chunk is on the way to the device, and to others, while the one before arrives
 
     def offer(self) -> Any:
         return self._communicators.offer()
@@ -256,7 +256,7 @@ class GridBroadcast:
             if is_gather(moves, group.size()):
                 own = moves[group.rank()]
                 into = row[moves[0].begin * part : moves[-1].end * part]
-                follow(group, all_gather(group, row[own.begin * part : own.end * part], into))
+                join_stream(group, all_gather(group, row[own.begin * part : own.end * part], into))
             else:
                 _coalesced(
                     group,
@@ -374,7 +374,7 @@ def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
         finally:  # an open group would keep all later calls of this thread, of any group
             works.append(group._end_coalescing())
     for work in works:
-        follow(group, work)
+        join_stream(group, work)
 
 
 def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:

@@ -205,6 +205,12 @@ class HostTransport(Transport):
         else:
             super().allocate(nbytes)
 
+    def allocate_all(self, count: int, nbytes: int) -> None:
+        if self._shared is not None:
+            super().allocate_all(count, nbytes)
+        else:
+            self._buffers += self.allocate_own(count, nbytes)
+
     def buffer(self, number: int, rank: int) -> Tensor:
         return self._shared.part(number, rank) if self._shared is not None else super().buffer(number, rank)
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from fastload.base.devices import is_accelerator
+from fastload.base.devices import is_accelerator, poll
 from fastload.base.memory import host_view
 from fastload.base.threads import Workers, await_done
 from fastload.base.trace import Stopwatch
@@ -57,7 +57,7 @@ def _open_transport(
 
 
 class Starter:
-    """A thread that starts each round once the read of this rank's chunk has ended.
+    """Starts each round once the read of this rank's chunk has ended; when, see `Transport.starts_ahead`.
 
     Args:
         reader: Reads the chunks; stopped once one of them could not be read.
@@ -77,8 +77,9 @@ class Starter:
         self._reader = reader
         self._transport = transport
         self._buffers = buffers
+        self._is_told = transport.starts_ahead is not None
         # A failed call of NCCL can leave a group of calls open in its thread, for ever.
-        self._thread = Workers(1, "fastload-start", end_threads=transport.starts_in_order)
+        self._thread = Workers(1, "fastload-start", end_threads=self._is_told)
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()  # until `start_until`
         self._is_ending = self._has_ended = False
 
@@ -90,9 +91,9 @@ class Starter:
     def post(self, work: Round, read: Future[None] | None) -> None:
         """Starts a round once a read has ended, or at once if this rank has no chunk in it.
 
-        If the transport starts rounds in order, it waits for `start_until`.
+        Unless the transport has rounds started when it says so: then in `start_until`.
         """
-        if self._transport.starts_in_order:
+        if self._is_told:
             self._posted.append((work, read))
         else:
             self._thread.submit(partial(self._start_later, work, read))
@@ -115,6 +116,9 @@ class Starter:
             if read is not None:
                 late: Callable[[], Exception | None] = partial(self._reader.overdue, 0.0)
                 await_done(read, give_up=give_up, limit_s=until_s, late=late)
+            if not self._transport.starts_ahead:  # nothing is sent
+                self._start(work, read)
+                continue
             late = partial(DeadlineExceeded, f"round {work.index} did not start within {until_s:.1f} s")
             started = self._thread.submit(partial(self._start, work, read))
             await_done(started, give_up=give_up, limit_s=until_s, late=late)
@@ -228,6 +232,7 @@ def _read(reader: ChunkReader, own: OwnChunk) -> Future[None]:
 
 
 _MAX_READ_THREADS = 8
+_PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones arrive
 
 
 def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> int:
@@ -246,6 +251,50 @@ def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_
     return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
+class PlacedRounds:
+    """The rounds that are placed, in order, until the memory of each may be overwritten.
+
+    Args:
+        world: The ranks.
+        transport: Releases the memory.
+        writer: Placed the data, and may still copy from their buffers.
+    """
+
+    def __init__(self, world: World, transport: Transport, writer: Writer) -> None:
+        self._world = world
+        self._transport = transport
+        self._writer = writer
+        self._rounds: deque[tuple[Round, Callable[[], bool]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def add(self, work: Round) -> None:
+        """Adds a round; all that was placed of it has been placed."""
+        self._rounds.append((work, self._writer.follow()))
+
+    def release(self, at_most: int) -> None:
+        """Releases rounds that are copied; waits while there are more than `at_most`.
+
+        Raises:
+            DeadlineExceeded: A device did not copy for too long.
+            Interrupted: Another rank failed.
+        """
+        while self._rounds:
+            work, is_copied = self._rounds[0]
+            if not is_copied():
+                if len(self._rounds) <= at_most:
+                    return
+                what = f"the copies of round {work.index} to devices"
+                poll(is_copied, what, self._world.patience_s, self._world.peer_failed)
+            self._rounds.popleft()
+            self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
+
+    def forget(self) -> None:
+        """Drops all rounds; copies under way keep their memory alive."""
+        self._rounds.clear()
+
+
 def _never(number: int) -> bool:
     return False
 
@@ -254,9 +303,10 @@ class Pipeline:
     """Moves all rounds of a plan through read, exchange and place, by the transport that fits.
 
     The reader's threads read this rank's chunks. One thread passes them to the transport in plan order. The
-    caller's thread places what has arrived and posts the next round into the free buffer. So at most
-    `plan.depth` rounds are in flight. A chunk for one piece of host memory is read, received and forwarded
-    there; others go through the buffer. With several windows, chunks are read ahead of the rounds in flight.
+    caller's thread places what has arrived and posts the next round into a free buffer. So at most
+    `plan.depth` rounds are in flight, a few of them already placed and being copied to a device. A chunk for
+    one piece of host memory is read, received and forwarded there; others go through the buffer. With several
+    windows, chunks are read ahead of the rounds in flight.
 
     Between devices the thread passes chunks on only when the caller's thread says so: one round ahead of the
     one that it waits for. So at the end of each step the same rounds have started on all ranks, and the
@@ -306,6 +356,7 @@ class Pipeline:
         self.reader = reader
         self.transport = _open_transport(world, plan, machines, device, backend)
         self._placing = _Placing(world.rank, writer, progress)
+        self._placed = PlacedRounds(world, self.transport, writer)
         self._buffers = Buffers(plan, world.rank, self.transport, writer)
         self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
@@ -407,24 +458,29 @@ class Pipeline:
         depth = min(self._buffers.depth, plan.ahead or plan.num_rounds)
         for index in range(plan.num_rounds):
             if not broken:
-                self._ahead.read(plan, index)
-            while not broken and not has_ended and len(rounds) < depth and num_posted < plan.num_rounds:
+                self._ahead.read(plan, index - len(self._placed))
+            num_free = depth - len(rounds) - len(self._placed)
+            while not broken and not has_ended and num_free > 0 and num_posted < plan.num_rounds:
                 if has_ended := ends_before(self.num_posted):
                     break
                 rounds.append(self._post(plan, num_posted))
                 num_posted += 1
                 self.num_posted += 1
+                num_free -= 1
             if not rounds:
                 break
-            self._start_ordered(rounds)
-            unread = self._finish(plan, index, rounds[0])
-            yield _ranges_in_place(rounds[0])
-            self._recycle(rounds.popleft())
+            self._start(rounds)
+            work = rounds.popleft()
+            unread = self._finish(plan, index, work)
+            yield _ranges_in_place(work)
+            self._placed.add(work)
+            self._placed.release(at_most=depth // _PLACED_PART)
             if plan.in_lockstep:
                 broken.update(unread)
                 lacking += [(index, rank) for rank in unread]
             elif self._starter.read_error is not None and plan.readers == (self._world.rank,):
                 raise self._starter.read_error  # no other rank can read the rest
+        self._placed.release(at_most=0)
         if has_ended:
             self._ahead.drop(give_up=self._world.peer_failed)
         if has_ended or not broken:
@@ -440,6 +496,7 @@ class Pipeline:
         """Ends the threads. After a failure this may take a moment, so set the failure flag before."""
         self._starter.close(wait_s=self._world.grace_s)
         self._ahead.forget()
+        self._placed.forget()
         self.transport.close()
         self._buffers.free()
 
@@ -455,10 +512,10 @@ class Pipeline:
         self._starter.post(work, read)
         return work
 
-    def _start_ordered(self, rounds: Sequence[Round]) -> None:
-        """Starts the round to wait for and the next one, if the transport starts rounds in order."""
-        last, until_s = rounds[min(1, len(rounds) - 1)], self._world.patience_s
-        self._starter.start_until(last.index, until_s=until_s, give_up=self._world.peer_failed)
+    def _start(self, rounds: Sequence[Round]) -> None:
+        """Starts the round to wait for, and those that the transport has started by then."""
+        last, until_s = min(self.transport.starts_ahead or 0, len(rounds) - 1), self._world.patience_s
+        self._starter.start_until(rounds[last].index, until_s=until_s, give_up=self._world.peer_failed)
 
     def _is_lost(self) -> bool:
         """Whether a rank failed, also this one in another thread."""
@@ -483,11 +540,6 @@ class Pipeline:
                 raise
             raise overdue from None
         self._world.note_progress()
-
-    def _recycle(self, work: Round) -> None:
-        # Copies to a device may still read the buffer.
-        self._placing.writer.settle(self._world.patience_s, self._world.peer_failed)
-        self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
 
 
 def _ranges_in_place(work: Round) -> list[tuple[int, int]]:

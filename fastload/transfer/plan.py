@@ -157,6 +157,10 @@ _LEAST_NUM_READERS = 8
 _GOOD_NUM_ROUNDS = 128  # a pipeline of rounds cannot overlap about one of them
 _GOOD_NUM_READS = 16  # without an exchange: enough to keep several threads busy to the end
 MAX_DEPTH = 4  # rounds in flight
+# Without an exchange, of chunks that are copied to a device: half of them are read while others are copied.
+# Python takes the GIL for some 0.2 ms for each, so at 30 GB/s there must not be many.
+DEVICE_DEPTH = 16
+_MAX_DEVICE_BUFFER_BYTES = 16 << 20
 _MAX_NUM_OWN = 16  # chunks that a reader reads ahead of its window, in 1/8 of staging at most
 _OWN_PART = 8
 # The bytes that all readers together read ahead of the rounds, with several windows: as much as storage
@@ -204,6 +208,8 @@ class RoundSize:
 
     def own_bytes(self, chunk_bytes: int) -> int:
         """Returns the most bytes that one chunk takes."""
+        if not self.exchanges:
+            return self.each_bytes(chunk_bytes)
         return slot_bytes(chunk_bytes + self.longest_block_bytes)
 
     def each_bytes(self, chunk_bytes: int) -> int:
@@ -212,7 +218,12 @@ class RoundSize:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes to count for each slot beyond a chunk, since its bounds are moved to those of blocks."""
+        """Bytes to count for each slot beyond a chunk, since its bounds are moved to those of blocks.
+
+        One that is not exchanged may begin anywhere in a page.
+        """
+        if not self.exchanges:
+            return self.longest_block_bytes + PAGE_BYTES
         if self.padded or not self.longest_block_bytes:
             return self.longest_block_bytes
         return PAGE_BYTES  # lengths that differ are rounded up one by one
@@ -220,7 +231,8 @@ class RoundSize:
     @property
     def once_bytes(self) -> int:
         """One block more for the round: what moved bounds add to one chunk, another one loses."""
-        return 0 if self.padded else round_up(self.longest_block_bytes, PAGE_BYTES)
+        is_counted = self.padded or not self.exchanges
+        return 0 if is_counted else round_up(self.longest_block_bytes, PAGE_BYTES)
 
 
 def slot_bytes(chunk_bytes: int) -> int:
@@ -235,6 +247,8 @@ def choose_sizes(
     size: RoundSize,
     staging_bytes: int,
     chunk_bytes: int | None,
+    *,
+    to_device: bool = False,
 ) -> Sizes:
     """Chooses the sizes of a plan.
 
@@ -247,13 +261,17 @@ def choose_sizes(
         size: The memory of a round with all readers.
         staging_bytes: Most bytes for all buffers of one rank, those for reading ahead included.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
+        to_device: Whether chunks are copied from host memory to a device, without an exchange.
 
     Raises:
         OptionError: One round does not fit.
     """
     share_bytes = -(-total_bytes // num_readers)
     spare = staging_bytes * size.num_sharing // MAX_DEPTH - size.once_bytes
-    together = chunk_bytes or _fitting_chunk_bytes(share_bytes, size, spare)
+    if to_device:
+        spare = min(staging_bytes // DEVICE_DEPTH, _MAX_DEVICE_BUFFER_BYTES)
+    most_bytes = _MAX_DEVICE_BUFFER_BYTES if to_device else _MAX_CHUNK_BYTES
+    together = chunk_bytes or _fitting_chunk_bytes(share_bytes, size, spare, most_bytes)
     together = _round_to_blocks(max(1, min(together, share_bytes)), size)
     depth = min(MAX_DEPTH, staging_bytes // size.part_bytes(together))
     useful = _round_to_blocks(max(1, min(share_bytes, _least_useful(spare))), size)
@@ -301,16 +319,19 @@ def _round_to_blocks(chunk_bytes: int, size: RoundSize) -> int:
     return max(1, chunk_bytes // longest) * longest if longest else chunk_bytes
 
 
-def good_chunk_bytes(share_bytes: int, num_rounds: int = _GOOD_NUM_ROUNDS) -> int:
+def good_chunk_bytes(
+    share_bytes: int, num_rounds: int = _GOOD_NUM_ROUNDS, most_bytes: int = _MAX_CHUNK_BYTES
+) -> int:
     """Returns a length short enough for many rounds, and long enough for storage."""
     for_overlap = round_up(-(-share_bytes // num_rounds), PAGE_BYTES)
-    return min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    return min(max(for_overlap, _MIN_CHUNK_BYTES), most_bytes)
 
 
-def _fitting_chunk_bytes(share_bytes: int, size: RoundSize, spare: int) -> int:
+def _fitting_chunk_bytes(share_bytes: int, size: RoundSize, spare: int, most_bytes: int) -> int:
     """Returns a good length within staging."""
     for_staging = _pages(spare // size.num_slots - round_up(size.extra_bytes, PAGE_BYTES))
-    good = good_chunk_bytes(share_bytes, _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS)
+    num_rounds = _GOOD_NUM_ROUNDS if size.exchanges else _GOOD_NUM_READS
+    good = good_chunk_bytes(share_bytes, num_rounds, most_bytes)
     return max(PAGE_BYTES, min(good, for_staging))
 
 
@@ -518,9 +539,8 @@ class TransferPlan:
         return {rank: slot_bytes(chunk.nbytes) for rank, chunk in chunks.items()}
 
     def largest_chunk_bytes(self, rank: int) -> int:
-        """Returns the most bytes that a rank reads in a round."""
-        is_reader = rank in self.windows.window_of
-        return slot_bytes(self.chunk_bytes + self._longest_block_bytes) if is_reader else 0
+        """Returns the bytes to count for host memory of what a rank reads in a round."""
+        return self._round_size.own_bytes(self.chunk_bytes) if rank in self.windows.window_of else 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -582,14 +602,15 @@ class TransferPlan:
         ]
         return [Chunk(begin, end - begin) for begin, end in bounds]
 
-    def deeper(self, staging_bytes: int) -> TransferPlan:
-        """Returns the plan with as many reads in flight as fit and help, if nothing is exchanged.
+    def deeper(self, staging_bytes: int, at_most: int = _MOST_AHEAD) -> TransferPlan:
+        """Returns the plan with as many rounds in flight as fit, if nothing is exchanged.
 
         Args:
             staging_bytes: Most bytes for all buffers.
+            at_most: Most rounds; by default as many as ever help.
         """
         fitting = staging_bytes // self._round_size.part_bytes(self.chunk_bytes)
-        return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, _MOST_AHEAD)))
+        return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, at_most)))
 
     def cycle(self, round_index: int) -> int:
         """Returns the number of the cycle that a round is in."""
@@ -612,8 +633,9 @@ class TransferPlan:
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
-        # The ranks matter only if they exchange anything.
-        ranks = [self.readers, self.recipients] if self.exchanges else []
+        if not self.exchanges:  # each rank goes its own way
+            return xxhash.xxh3_128_hexdigest(json.dumps(self.ranges).encode())
+        ranks = [self.readers, self.recipients]
         blocks = _digest(self.blocks) if self.blocks is not None else None
         shape = self.even_slots, self.contiguous, self.num_sharing, self.ahead
         order = self.windows.order if self.windows.order != self.readers else ()
@@ -678,6 +700,7 @@ def plan_transfer(
     contiguous: bool = False,
     hosts: Sequence[str] = (),
     num_sharing: int = 1,
+    to_device: bool = False,
 ) -> TransferPlan:
     """Deals the requested bytes to the ranks that can deliver them.
 
@@ -695,6 +718,7 @@ def plan_transfer(
             blocks then lengthen all chunks of a round, not one of them.
         hosts: Host of each rank; empty if each is on a host of its own.
         num_sharing: The least number of ranks that share their buffers, each with an equal part.
+        to_device: See `choose_sizes`; ignored if there is an exchange.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
@@ -709,8 +733,11 @@ def plan_transfer(
     contiguous = contiguous and MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
     size = replace(few, num_slots=num_readers if exchanges else 1, padded=even_slots or contiguous)
     num_hosts = len({hosts[rank] for rank in readers}) if hosts else num_readers
-    sizes = choose_sizes(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
-    return TransferPlan(
+    to_device = to_device and not exchanges
+    sizes = choose_sizes(
+        total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes, to_device=to_device
+    )
+    plan = TransferPlan(
         ranges,
         readers,
         recipients,
@@ -724,6 +751,7 @@ def plan_transfer(
         tuple(hosts),
         num_sharing,
     )
+    return plan.deeper(staging_bytes, DEVICE_DEPTH) if to_device else plan
 
 
 def _exchanges(readers: Ranks, recipients: Ranks) -> bool:

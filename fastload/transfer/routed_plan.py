@@ -24,7 +24,7 @@ from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, join_adjacent, merged
 from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import MAX_DEPTH, Chunk, good_chunk_bytes
+from fastload.transfer.plan import DEVICE_DEPTH, MAX_DEPTH, Chunk, good_chunk_bytes
 
 
 class HeldRange(NamedTuple):
@@ -180,6 +180,11 @@ class RoutedPlan:
         """Returns the most bytes that a rank reads in a round, since a chunk ends with a unit."""
         return self.chunk_bytes + self.sharing.longest_unit_bytes
 
+    def deeper(self, at_most: int) -> RoutedPlan:
+        """Returns the plan with as many rounds in flight as fit, up to a number, if nothing is exchanged."""
+        fitting = self.staging_bytes // self.buffer_bytes
+        return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, at_most)))
+
     @property
     def num_reads(self) -> int:
         """Chunks that a reader has to have in flight, while as many others are exchanged."""
@@ -283,6 +288,7 @@ def plan_routes(
     staging_bytes: int,
     chunk_bytes: int | None,
     holders: Holders | None = None,
+    to_device: bool = False,
 ) -> RoutedPlan:
     """Deals the requested bytes to the ranks that can deliver them.
 
@@ -293,6 +299,7 @@ def plan_routes(
         staging_bytes: Most bytes for all buffers of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
         holders: The bytes that each reader can deliver; None if each can deliver all.
+        to_device: Whether chunks are copied to a device; ignored if there is an exchange.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
@@ -306,7 +313,8 @@ def plan_routes(
         share_bytes = -(-sharing.total_bytes // len(readers))
         chunk_bytes = need.fitting(good_chunk_bytes(share_bytes), staging_bytes)
     sizes = need.sizes(chunk_bytes, staging_bytes)
-    return RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, holders)
+    plan = RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, holders)
+    return plan.deeper(DEVICE_DEPTH) if to_device else plan
 
 
 def _deal(

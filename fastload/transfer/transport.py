@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastload.base.memory import allocate_staging
+from fastload.base.memory import allocate_buffers
 from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -146,14 +146,15 @@ class Transport:
         return False
 
     @property
-    def starts_in_order(self) -> bool:
-        """Whether rounds have to start at the same place of the program on all ranks.
+    def starts_ahead(self) -> int | None:
+        """How many rounds after the one that the caller waits for have started by then, and no others have.
 
-        NCCL wants its kernels started in one order on all devices, those of other communicators included. If
-        rounds started while the caller's thread starts collectives of its own, two ranks could have them in
-        different orders in the queues of their devices, and wait for each other for ever.
+        None if a round starts as soon as its chunk is read. Between devices that would be too early: NCCL wants
+        its kernels started in one order on all devices, those of other communicators included. If rounds
+        started while the caller's thread starts collectives of its own, two ranks could have them in different
+        orders in the queues of their devices, and wait for each other for ever.
         """
-        return False
+        return None
 
     @property
     def bytes_in(self) -> int:
@@ -166,7 +167,12 @@ class Transport:
 
     def allocate(self, nbytes: int) -> None:
         """Allocates one more buffer, for the chunk and the messages of one round at a time."""
-        self._buffers.append(self.allocate_own(nbytes))
+        self._buffers += self.allocate_own(1, nbytes)
+
+    def allocate_all(self, count: int, nbytes: int) -> None:
+        """Allocates several buffers; see `allocate`."""
+        for _ in range(count):
+            self.allocate(nbytes)
 
     def buffer(self, number: int, rank: int) -> Tensor:
         """Returns a buffer of this rank, or of another one of this host, once they are connected.
@@ -180,9 +186,9 @@ class Transport:
         """
         return self._buffers[number]
 
-    def allocate_own(self, nbytes: int) -> Tensor:
-        """Allocates host memory for a chunk that this rank does not read into the buffer of its round."""
-        return allocate_staging(nbytes, pinned=self._pinned)
+    def allocate_own(self, count: int, nbytes: int) -> list[Tensor]:
+        """Allocates host memory for chunks that this rank does not read into the buffers of their rounds."""
+        return allocate_buffers(count, nbytes, pinned=self._pinned)
 
     def offer(self) -> Any:
         """Returns how others connect to this rank; see `links.Offering`."""
@@ -277,6 +283,13 @@ class LocalTransport(Transport):
 
     def __init__(self, rank: int, *, pinned: bool) -> None:
         super().__init__("none", rank, pinned=pinned)
+
+    def allocate_all(self, count: int, nbytes: int) -> None:
+        self._buffers += self.allocate_own(count, nbytes)
+
+    @property
+    def starts_ahead(self) -> int:
+        return 0
 
     def start(self, work: Round, status: int) -> None:
         if status:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,39 @@ def test_cold_reads_are_direct_where_the_file_system_takes_them(rank: int, world
         warm = checkpoint.report.ranks[0].direct_bytes_read
     assert warm == 0
     assert cold > 0 or not takes_direct_reads(path)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 70_001])
+@pytest.mark.parametrize("nbytes", [8192, 12_289, 5_000_003])
+def test_direct_reads_go_straight_into_buffers_that_lie_as_the_file_does(
+    path: Path, offset: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the pages at the ends; buffers that lie elsewhere get the same bytes."""
+    if not takes_direct_reads(path):
+        pytest.skip("the file system takes no direct reads")
+    content = path.read_bytes()[offset : offset + nbytes]
+    pages = memoryview(mmap.mmap(-1, nbytes + 4 * mmap.PAGESIZE))
+    first = ctypes.addressof(ctypes.c_byte.from_buffer(pages))
+    end = first + len(pages)
+    straight: list[int] = []
+    read = os.preadv
+
+    def note(opened: int, buffers: Sequence[memoryview], at: int, flags: int = 0) -> int:
+        for buffer in buffers:
+            if first <= ctypes.addressof(ctypes.c_byte.from_buffer(buffer)) < end:
+                straight.append(len(buffer))
+        return read(opened, buffers, at, flags)
+
+    monkeypatch.setattr(os, "preadv", note)
+    storage = LocalStorage(str(path), "direct")
+    for shift in (offset % mmap.PAGESIZE, offset % mmap.PAGESIZE + 1):
+        pages[:] = bytes(len(pages))
+        straight.clear()
+        storage.read_into("", offset, [pages[shift : shift + nbytes]])
+        assert pages == bytes(shift) + content + bytes(len(pages) - shift - nbytes)
+        if shift == offset % mmap.PAGESIZE:
+            assert sum(straight) > nbytes - 2 * mmap.PAGESIZE
+    storage.close()
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ def test_a_call_that_fails_closes_the_group_of_its_thread(devices: Devices, rank
     with pytest.raises(RuntimeError, match="odd error"):
         device_transport._coalesced(first, [fail])
     ones, gathered = torch.ones(3, device=devices.device), torch.zeros(3, device=devices.device)
-    communicators.follow(second, communicators.all_gather(second, ones, gathered))
+    communicators.join_stream(second, communicators.all_gather(second, ones, gathered))
     assert gathered.tolist() == [1, 1, 1]
     first.abort()
     second.abort()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,9 @@ from fastload.formats.state import state_digest
 from fastload.saving import snapshot
 from fastload.transfer import device_transport
 from fastload.transfer.routed_plan import RoutedPlan
+from tests.accelerator import accelerator
 from tests.checkpoints import assert_same_bits, flip
+from tests.dist.patience import patient
 from tests.dist.test_sharded import emptied, locals_of, make, write
 from tests.dist.test_sharded_failures import break_reads
 from tests.gpu.devices import Devices, on_devices
@@ -136,6 +140,49 @@ def test_a_module_of_fsdp_becomes_real_on_the_device(
     assert isinstance(module.even, DTensor)
     assert module.even.to_local().device == devices.device
     assert_same_bits({"even": module.even.full_tensor().cpu()}, {"even": saved["even"]})
+
+
+@on_devices(1, 2)
+@pytest.mark.parametrize("strategy", ["direct", "allgather"])
+def test_casts_and_strides_are_made_on_the_device(
+    devices: Devices, rank: int, world: int, tmp_path: Path, strategy: Any
+) -> None:
+    """No copy from pageable memory, none that the host waits for, in bounded memory; elements are cut."""
+    saved = {
+        "cast": torch.randn(3_000, 1001),
+        "columns": torch.arange(700 * 1001).view(700, 1001),
+        "both": torch.randn(300, 1001, dtype=torch.float64),
+    }
+    if rank == 0:
+        save_file(saved, tmp_path / "w.safetensors")
+    dist.barrier()
+    into = {
+        "cast": torch.zeros(3_000, 1001, device=devices.device, dtype=torch.bfloat16),
+        "columns": torch.zeros(1001, 700, device=devices.device, dtype=torch.int64).t(),
+        "both": torch.zeros(1001, 300, device=devices.device, dtype=torch.bfloat16).t(),
+    }
+    expected = {name: saved[name].to(tensor.dtype) for name, tensor in into.items()}
+    options = fastload.LoadOptions(strategy=strategy, chunk_bytes=500_001, timeout_s=60)
+    with fastload.open(tmp_path / "w.safetensors", options=options) as opened:
+        opened.load(into=into, dtype=torch.bfloat16)  # what is kept for the next load is allocated
+        for tensor in into.values():
+            tensor.zero_()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        devices.counts()
+        opened.load(into=into, dtype=torch.bfloat16)
+        counts = devices.counts()
+        taken = torch.accelerator.max_memory_allocated() - before
+    assert_same_bits(on_host(into), expected)
+    if devices.emulated:
+        assert counts["h2d_pinned_bytes"] > 0
+        assert "h2d_pageable" not in counts
+        assert opened.report is not None
+        statuses_bytes = opened.report.num_rounds * world if strategy == "allgather" else 0
+        assert counts.get("d2h_pageable_bytes", 0) <= statuses_bytes
+        assert counts.get("blocking_copies", 0) == counts.get("d2h_pageable", 0)
+    staging = 0 if strategy == "direct" else 4 * (world + 1) * 500_001
+    assert taken <= (8 << 20) + staging + (64 << 10)
 
 
 @on_devices(1, 2)
@@ -338,6 +385,32 @@ def test_bytes_go_to_the_device_once(devices: Devices, rank: int, world: int, tm
                 counts.get("d2d_bytes", 0) <= saved["w"].nbytes
             )  # from the slab, if ranks shared the reading
         assert torch.equal(into["w"].cpu(), saved["w"])
+
+
+@on_devices(1)
+def test_copies_of_several_rounds_are_in_flight(
+    devices: Devices, rank: int, world: int, tmp_path: Path
+) -> None:
+    """The device is given more to copy while it copies, from page-locked memory that is not wasted."""
+    saved = {"w": torch.randn(4_000_000)}
+    save_file(saved, tmp_path / "w.safetensors")
+    into = {"w": torch.zeros(4_000_000, device=devices.device)}
+    options = fastload.LoadOptions(chunk_bytes=550_000, timeout_s=60)
+    devices.counts()
+    with fastload.open(tmp_path / "w.safetensors", options=options) as opened:
+        loading = threading.Thread(target=opened.load, kwargs={"into": into})
+        with devices.held():
+            loading.start()
+            until = time.monotonic() + patient(30.0)
+            while devices.emulated and (counts := accelerator().counters()).get("h2d_pinned", 0) < 4:
+                assert time.monotonic() < until, counts
+                time.sleep(0.01)
+        loading.join()
+    assert torch.equal(into["w"].cpu(), saved["w"])
+    assert opened.report is not None
+    if devices.emulated:
+        assert not {"h2d_pageable", "stream_syncs"} & counts.keys()
+        assert counts["pinned_bytes"] <= 1.2 * 550_000 * opened.report.depth
 
 
 @on_devices(2, 4, ranks_per_host=2)

@@ -41,6 +41,10 @@ class InProcess(LocalTransport):
             return super().route(message)
         return self._routing.route(message.reader, message.ranks)
 
+    def allocate_all(self, count: int, nbytes: int) -> None:
+        for _ in range(count):
+            self.allocate(nbytes)
+
     def allocate(self, nbytes: int) -> None:
         memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
         if self._num_buffers == len(self._shared):

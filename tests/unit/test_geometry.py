@@ -69,6 +69,9 @@ def test_blocks_tile_each_extent(space: Space[ByteRange], block_bytes: int, data
     end = begin + data.draw(st.integers(0, 60))
     inside = [(n, b) for n, b in everything if b.file == file and begin <= b.offset < end]
     assert list(blocks.between(file, begin, end)) == inside
+    for _, block in inside:
+        assert blocks.number_at(file, block.offset) == block.number
+        assert blocks.number_at(file, block.end - 1) == block.number
     position = data.draw(st.integers(0, space.nbytes - 1))
     starts = [0]
     for _, block in everything:
