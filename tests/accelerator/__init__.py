@@ -12,8 +12,9 @@
 Every process has four devices. As far as the host can see they behave like CUDA devices at their worst:
 
 - **Memory** is the device's own. A host that touches it, by ``data_ptr()``, dies of SIGSEGV.
-- **Streams** are threads, and come from pools that hand them out in turn: 32 for each device and priority, of
-  which communicators take theirs, too. So a stream is sooner or later also somebody else's. Every operator, copy and collective only starts when it is called, and ends after
+- **Streams** are threads, and come from pools that hand them out in turn: 32 for each device and priority. Each
+  communicator takes its own when it connects, one of priority -1 if ``TORCH_EMCCL_HIGH_PRIORITY=1`` is in the
+  environment. So a stream is sooner or later also somebody else's. Every operator, copy and collective only starts when it is called, and ends after
   the delay that a test has set. Only ``item()``, blocking copies, and operators whose result's shape depends
   on values wait.
 - **Copies** with ``non_blocking=True`` are asynchronous both with pinned and with pageable memory: what a
@@ -130,6 +131,7 @@ class Emulator:
         library.emu_seed.argtypes = ctypes.c_int, ctypes.c_uint64
         library.emu_get_random.argtypes = library.emu_set_random.argtypes = ctypes.c_int, ctypes.c_void_p
         self._contexts: dict[int, list[str]] = {}
+        self._threads: dict[int, str] = {}
         self._on_use = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._note_use)  # as long as the library calls it
         library.emu_on_use(self._on_use)
 
@@ -155,9 +157,12 @@ class Emulator:
         return {device: list(names) for device, names in sorted(self._contexts.items())}
 
     def _note_use(self, device: int) -> None:
-        # `threading.current_thread` would leave an entry for a thread that is not Python's.
-        thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-        self._contexts.setdefault(device, []).append(thread.name if thread else "one of torch's")
+        # A thread that ends has no entry any more, when it lets go of its events; those of torch never have one,
+        # and `threading.current_thread` would make it.
+        ident = threading.get_ident()
+        if thread := threading._active.get(ident):  # type: ignore[attr-defined]
+            self._threads[ident] = thread.name
+        self._contexts.setdefault(device, []).append(self._threads.get(ident, "one of torch's"))
 
     def counters(self, *, reset: bool = False) -> dict[str, int]:
         """Returns what was counted since the last reset; what never happened is not there.

@@ -312,7 +312,9 @@ class Emccl final : public c10d::Backend {
     return uint64_t(all_->called);
   }
   void eagerConnectSingleDevice(at::Device device) override {
-    all_->connect(device.has_index() ? device.index() : current_device());
+    const int on = device.has_index() ? device.index() : current_device();
+    own_stream(on);
+    all_->connect(on);
   }
   void abort() override {
     all_->abort();
@@ -519,6 +521,17 @@ class Emccl final : public c10d::Backend {
     return enqueue(kind, std::move(calls), async);
   }
 
+  // From the pool, when it connects.
+  int64_t own_stream(int on) {
+    std::lock_guard<std::mutex> calling(calling_);
+    const auto found = streams_.find(on);
+    if (found != streams_.end()) {
+      return found->second;
+    }
+    const char* high = std::getenv("TORCH_EMCCL_HIGH_PRIORITY");
+    return streams_[on] = next_stream(on, high && std::string(high) == "1" ? -1 : 0);
+  }
+
   WorkPtr enqueue(OpType kind, std::vector<Call> calls, bool async) {
     Tensors all_tensors, outputs;
     std::vector<Touch> touches;
@@ -535,19 +548,14 @@ class Emccl final : public c10d::Backend {
     }
     const int on = all_tensors.at(0).device().index();
     all_->ensure_ready(on);
+    const int64_t own_id = own_stream(on);
     std::lock_guard<std::mutex> calling(calling_);
     shelves_.erase(
         std::remove_if(
             shelves_.begin(), shelves_.end(), [](const auto& shelf) { return query(shelf->mark); }),
         shelves_.end());
     Stream* caller = stream(on, current_stream(on));
-    int64_t id = current_stream(on);
-    if (async) {
-      if (!streams_.count(on)) {
-        streams_[on] = next_stream(on, 0);
-      }
-      id = streams_[on];
-    }
+    const int64_t id = async ? own_id : current_stream(on);
     Stream* own = stream(on, id);
     if (own != caller) {
       emu::wait(own, record(caller));

@@ -419,8 +419,12 @@ def test_streams_come_in_turn_from_a_pool_for_each_priority(rank: int, world: in
     assert next_streams(1, device="emu:1") == [1]
     accelerator().mode("few streams")
     (first,) = next_streams(1)
-    dist.all_reduce(torch.ones(1, device="emu"), async_op=True)  # of which the communicator takes the second
+    dist.all_reduce(torch.ones(1, device="emu"))  # of which the communicator takes the second
     assert next_streams(1) == [first]
+    (first,) = next_streams(1, priority=-1)
+    os.environ["TORCH_EMCCL_HIGH_PRIORITY"] = "1"
+    make_group().eager_connect_single_device(torch.device("emu", 0))
+    assert next_streams(1, priority=-1) == [first]
 
 
 @ranks(1, accelerator=True)
