@@ -195,16 +195,23 @@ def give_back_streams(streams: Iterable[torch.Stream]) -> None:
 def use_stream(stream: torch.Stream) -> AbstractContextManager[None]:
     """Makes a stream and its device current in this thread, for a while.
 
-    Events are used within, too: in a thread of fastload's, whose own device is 0, they would start that one.
+    Events are used within, too; see `enter`.
     """
     return DeviceStreams([stream]).current()
 
 
-def _return_to(index: int) -> None:
-    """Makes a device current again in this thread, without starting it if this process does not use it.
+def enter(device: torch.device) -> None:
+    """Makes a device the own one of a helper thread, for as long as the thread lives; nothing for the CPU.
 
-    A new thread has device 0 as its current one. To start a device takes half a gigabyte of its memory.
+    The own device of a new thread is 0, and torch starts that wherever it goes back to it: also when an event of
+    another device is recorded or freed. Each device that a process has started takes half a gigabyte there.
     """
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device.index)
+
+
+def _return_to(index: int) -> None:
+    """Makes a device current again in this thread, without starting it if this process does not use it."""
     maybe_exchange: Callable[[int], object] | None = getattr(
         torch._C, "_accelerator_maybeExchangeDevice", None
     )

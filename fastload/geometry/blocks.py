@@ -100,7 +100,7 @@ class Blocks:
 
         The ranges have to be in the order of their bytes.
         """
-        index = self.space.find(file, offset)
+        index: int = self.space.find(file, offset)
         return self.firsts[index] + (offset - self.space.ranges[index].offset) // self.block_bytes
 
     def between(self, file: int, begin: int, end: int) -> Iterator[tuple[int, Block]]:

@@ -191,7 +191,7 @@ def test_a_device_that_does_not_go_on(devices: Devices, rank: int, world: int, p
     if not devices.emulated:
         pytest.skip("kernels of CUDA end")
     with devices.held():
-        with pytest.raises(fastload.FastloadError, match="the work queued on emu"):
+        with pytest.raises(fastload.FastloadError, match="the copies of round 0 to devices did not end"):
             fastload.load(path, device=devices.device, options=options(strategy="direct", timeout_s=1.0))
         state = {"a": torch.ones(100, device=devices.device)}
         with pytest.raises(fastload.FastloadError, match="the work queued on emu"):
