@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from fastload.errors import OptionError
+from fastload.errors import DeadlineExceeded, OptionError
+
+_LONGEST_PAUSE_S = 0.001
 
 
 def parse_device(device: torch.device | str) -> torch.device:
@@ -112,6 +115,25 @@ def copy_async(source: Tensor, out: Tensor) -> None:
     out.copy_(source, non_blocking=not on_host or (len(on_host) == 1 and on_host[0].is_pinned()))
 
 
+def poll(is_over: Callable[[], bool], what: str, limit_s: float) -> None:
+    """Waits until something is over.
+
+    Args:
+        is_over: Polled; at first every few microseconds, later every millisecond.
+        what: What it is, for messages.
+        limit_s: Longest wait in seconds.
+
+    Raises:
+        DeadlineExceeded: It took too long.
+    """
+    began, pause_s = time.monotonic(), 0.0
+    while not is_over():
+        if time.monotonic() - began > limit_s:
+            raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s + 10e-6, _LONGEST_PAUSE_S)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for the work queued on this thread's current stream on an accelerator."""
     torch.accelerator.current_stream(device).synchronize()
@@ -181,11 +203,18 @@ class DeviceStreams:
             torch.accelerator.set_device_index(device_before)
 
     def for_copies(self) -> DeviceStreams:
-        """Returns other streams on the same devices, which begin after the work queued on these."""
+        """Returns other streams on the same devices, which begin after the work queued on these.
+
+        They are the same ones for each call, so what waits for one copy waits for everything before it, too.
+        """
         copying = [_copy_stream(stream.device) for stream in self._streams]
         for stream, after in zip(copying, self._streams, strict=True):
             stream.wait_stream(after)
         return DeviceStreams(copying)
+
+    def record_events(self) -> list[torch.Event]:
+        """Returns events that come after the work queued on these."""
+        return [stream.record_event() for stream in self._streams]
 
     def hold_caller(self) -> None:
         """Has this thread's current streams wait for the work queued on these; the host does not wait."""

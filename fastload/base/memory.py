@@ -278,3 +278,13 @@ def runs(tensor: Tensor, start: int, count: int) -> Iterator[Tensor]:
     rows = count // row
     yield tensor[first : first + rows]
     yield from runs(tensor, start + rows * row, count - rows * row)
+
+
+def dense_run(tensor: Tensor, start: int, count: int) -> Tensor:
+    """Returns a copy of the elements that `runs` covers, in one dimension, on the same device."""
+    dense = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+    position = 0
+    for run in runs(tensor, start, count):
+        dense[position : position + run.numel()].view(run.shape).copy_(run)
+        position += run.numel()
+    return dense
