@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.devices import copy_async, is_accelerator, record_use
-from fastload.base.memory import allocate, allocate_staging, byte_view, dense_run, host_view
+from fastload.base.memory import allocate, allocate_staging, byte_view, copy_run, host_view
 
 ALIGN_BYTES = 16
 """Ranges begin at multiples of it, and so between elements of any dtype."""
@@ -83,6 +83,7 @@ class BitDigester:
         self._piece_bytes = piece_bytes
         self._weights = allocate((_ROW_WORDS,), torch.int64, device)
         self._products = allocate((num_at_once, _ROW_WORDS), torch.int64, device)
+        self._flat_products = self._products.view(-1)
         self._sums = allocate((num_rows,), torch.int64, device)
         self._num_filled = self._num_summed = 0  # rows
         self._is_zero = False  # whether the rows of products that are not filled are
@@ -104,18 +105,19 @@ class BitDigester:
             end: The byte after the last one, also a multiple or the end of the tensor.
         """
         tensor = tensor.detach()
-        flat, size = byte_view(tensor) if tensor.is_contiguous() else None, tensor.element_size()
+        words = _words_in_place(tensor)
         for first in range(begin, end, self._piece_bytes):
             last = min(first + self._piece_bytes, end)
-            if flat is not None:
-                piece = flat[first:last]
+            if words is None:
+                self._multiply(_copied_words(tensor, first, last))
+            elif last - first == tensor.nbytes:
+                self._multiply(words)
             else:
-                piece = byte_view(dense_run(tensor, first // size, (last - first) // size))
-            self._multiply(_words(piece))
+                self._multiply(words[first // _WORD_BYTES : last // _WORD_BYTES])
         self._lengths.append(end - begin)
 
     def finish(self) -> RowSums:
-        """Copies the sums to the host, once all ranges are added; frees the memory on the device."""
+        """Copies the sums to the host, once all ranges are added."""
         self._sum_up()
         copy_async(byte_view(self._sums), self._host_sums)
         return RowSums(self._host_sums, self._lengths)
@@ -126,16 +128,18 @@ class BitDigester:
         if self._num_filled + num_rows + bool(num_left) > len(self._products):
             self._sum_up()
         if num_rows:
-            whole = words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS)
-            out = self._products[self._num_filled : self._num_filled + num_rows]
-            torch.mul(whole, self._weights, out=out)
-            self._num_filled += num_rows
+            first, last = self._num_filled, self._num_filled + num_rows
+            rows = words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS)
+            torch.mul(rows, self._weights, out=self._products[first:last])
+            self._num_filled = last
         if num_left:
             if not self._is_zero:
                 self._products[self._num_filled :].zero_()
                 self._is_zero = True
-            out = self._products[self._num_filled, :num_left]
-            torch.mul(words[num_rows * _ROW_WORDS :], self._weights[:num_left], out=out)
+            first = self._num_filled * _ROW_WORDS
+            out = self._flat_products[first : first + num_left]
+            left = words[num_rows * _ROW_WORDS :] if num_rows else words
+            torch.mul(left, self._weights[:num_left], out=out)
             self._num_filled += 1
 
     def _sum_up(self) -> None:
@@ -157,11 +161,18 @@ def _weights(*, pinned: bool) -> Tensor:
     return weights.copy_(torch.frombuffer(data, dtype=torch.int64))
 
 
-def _words(piece: Tensor) -> Tensor:
-    """Returns the words of some bytes: in place, or a copy that is padded with zeros."""
-    if (piece.data_ptr() | piece.storage_offset() | piece.numel()) % _WORD_BYTES == 0:
-        return piece.view(torch.int32)
-    words = allocate((-(-piece.numel() // _WORD_BYTES),), torch.int32, piece.device)
+def _words_in_place(tensor: Tensor) -> Tensor | None:
+    """Returns the words of a tensor where they are; None if they have to be copied."""
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.is_contiguous() or (tensor.data_ptr() | offset | tensor.nbytes) % _WORD_BYTES:
+        return None
+    return tensor.view(-1).view(torch.int32)
+
+
+def _copied_words(tensor: Tensor, first: int, last: int) -> Tensor:
+    """Returns a copy of the words of a range of bytes, padded with zeros."""
+    words = allocate((-(-(last - first) // _WORD_BYTES),), torch.int32, tensor.device)
     words[-1:].zero_()
-    words.view(torch.uint8)[: piece.numel()].copy_(piece)
+    elements = words.view(torch.uint8)[: last - first].view(tensor.dtype)
+    copy_run(tensor, first // tensor.element_size(), elements)
     return words

@@ -280,11 +280,9 @@ def runs(tensor: Tensor, start: int, count: int) -> Iterator[Tensor]:
     yield from runs(tensor, start + rows * row, count - rows * row)
 
 
-def dense_run(tensor: Tensor, start: int, count: int) -> Tensor:
-    """Returns a copy of the elements that `runs` covers, in one dimension, on the same device."""
-    dense = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+def copy_run(tensor: Tensor, start: int, out: Tensor) -> None:
+    """Copies the elements that `runs` covers into a tensor of one dimension, on the same device."""
     position = 0
-    for run in runs(tensor, start, count):
-        dense[position : position + run.numel()].view(run.shape).copy_(run)
+    for run in runs(tensor, start, out.numel()):
+        out[position : position + run.numel()].view(run.shape).copy_(run)
         position += run.numel()
-    return dense

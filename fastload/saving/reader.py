@@ -8,11 +8,12 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
+import torch
 import xxhash
 from torch import Tensor
 
 from fastload.base.devices import DeviceStreams, accelerators_of
-from fastload.base.memory import borrowed, byte_view, copy_flat, dense_run, host_view
+from fastload.base.memory import borrowed, byte_view, copy_flat, copy_run, host_view
 from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, mesh_of, narrowed
@@ -209,5 +210,6 @@ def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
         return
     size = tensor.element_size()
     first, last = begin // size, -(-end // size)
-    dense = dense_run(tensor, first, last - first)
+    dense = torch.empty(last - first, dtype=tensor.dtype, device=tensor.device)
+    copy_run(tensor, first, dense)
     copy_flat(byte_view(dense)[begin - first * size : end - first * size], out)
