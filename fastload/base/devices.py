@@ -270,11 +270,18 @@ class DeviceStreams:
             _return_to(device_before)
 
     def for_copies(self) -> DeviceStreams:
-        """Returns other streams on the same devices, which begin after the work queued on these."""
+        """Returns other streams on the same devices, which begin after the work queued on these.
+
+        They are the same ones for each call, so what waits for one copy waits for everything before it, too.
+        """
         copying = [_copy_stream(stream.device) for stream in self._streams]
         for stream, after in zip(copying, self._streams, strict=True):
             stream.wait_stream(after)
         return DeviceStreams(copying)
+
+    def record_events(self) -> list[torch.Event]:
+        """Returns events that come after the work queued on these."""
+        return [stream.record_event() for stream in self._streams]
 
     def hold_caller(self) -> None:
         """Has this thread's current streams wait for the work queued on these; the host does not wait."""

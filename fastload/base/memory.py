@@ -304,3 +304,11 @@ def runs(tensor: Tensor, start: int, count: int) -> Iterator[Tensor]:
     rows = count // row
     yield tensor[first : first + rows]
     yield from runs(tensor, start + rows * row, count - rows * row)
+
+
+def copy_run(tensor: Tensor, start: int, out: Tensor) -> None:
+    """Copies the elements that `runs` covers into a tensor of one dimension, on the same device."""
+    position = 0
+    for run in runs(tensor, start, out.numel()):
+        out[position : position + run.numel()].view(run.shape).copy_(run)
+        position += run.numel()

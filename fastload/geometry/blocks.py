@@ -100,8 +100,9 @@ class Blocks:
 
         The ranges have to be in the order of their bytes.
         """
-        index: int = self.space.find(file, offset)
-        return self.firsts[index] + (offset - self.space.ranges[index].offset) // self.block_bytes
+        index = self.space.find(file, offset)
+        within: int = offset - self.space.ranges[index].offset
+        return self.firsts[index] + within // self.block_bytes
 
     def between(self, file: int, begin: int, end: int) -> Iterator[tuple[int, Block]]:
         """Yields the blocks that begin in a part of a file, in order, each with the index of its range.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
+    DeviceComparison,
     ShardDigests,
     StateContent,
     compare_shards,
@@ -36,6 +37,7 @@ from fastload.saving.compare import (
     require_same_content,
     small_tensors,
 )
+from fastload.saving.device_digests import PendingDigests
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
 from fastload.saving.merge import (
     NOTHING_SAVED,
@@ -76,6 +78,7 @@ class RankState:
         digests: Digests of shards that other ranks hold, too; see `compare.ShardDigests`. Small plain tensors
             are compared with the content.
         strides: Strides of tensors; see `encoder.strides_of`.
+        on_devices: The comparison of replicas on accelerators, once it has begun; None without any.
     """
 
     content: StateContent
@@ -85,6 +88,7 @@ class RankState:
     shard_map: ShardMap | None
     digests: bytes = b""
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    on_devices: DeviceComparison | None = None
 
 
 @uncollected
@@ -117,14 +121,19 @@ def describe(call: SaveCall, state: Any) -> RankState:
     content = StateContent(description.structure, layout.digest, specs, compared)
     if options.check_replicas == "small" and shard_map is not None and world.size > 1:
         skip = lambda name: name not in sharded  # noqa: E731
-        digests = _how(call, content).of(layout, shard_map, reader, world.rank, skip=skip)
+        how, limit_s = _how(call, content), world.patience_s
+        digests = how.of(layout, shard_map, reader, world.rank, limit_s=limit_s, skip=skip)
     call.tracing.follow({"snapshot": reader.watch})
     own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
     return RankState(content, layout, reader, own, shard_map, digests, strides_of(tensors))
 
 
 def _how(
-    call: SaveCall, content: StateContent, meshes: Mapping[str, Collection[str]] = MappingProxyType({})
+    call: SaveCall,
+    content: StateContent,
+    meshes: Mapping[str, Collection[str]] = MappingProxyType({}),
+    *,
+    is_mixed: bool = False,
 ) -> ShardDigests:
     """Returns how to compare shards, given the meshes of tensors if the states were merged.
 
@@ -136,6 +145,7 @@ def _how(
         f"{call.occasion} {content.form}",  # equal on all ranks, and a form has the numbers of steps
         complete=frozenset(name for name, found in meshes.items() if len(found) > 1),
         strict=frozenset(name for name, found in meshes.items() if call.options.parts and found == {""}),
+        is_mixed=is_mixed,
     )
 
 
@@ -196,6 +206,7 @@ class SaveAgreement:
         shard_map: Which ranks hold which bytes.
         strides: Strides of tensors; see `encoder.strides_of`. Values of rank 0, or of the first rank that has
             the tensor: equal replicas may have others.
+        how: How replicas are compared.
     """
 
     hosts: Sequence[str]
@@ -203,6 +214,7 @@ class SaveAgreement:
     metadata: Mapping[str, str]
     shard_map: ShardMap
     strides: Mapping[str, tuple[int, ...]]
+    how: ShardDigests
 
 
 def has_to_meet(call: SaveCall, state: RankState) -> bool:
@@ -222,7 +234,8 @@ def predict(call: SaveCall, state: RankState) -> SaveAgreement:
     """Predicts the agreement, as far as the plan depends on it."""
     assert state.shard_map is not None
     hosts = [call.world.node] * call.world.size
-    return _agreement(call, state, state.shard_map, hosts, call.metadata, state.strides)
+    how = _how(call, state.content)
+    return _agreement(call, state, state.shard_map, hosts, call.metadata, state.strides, how)
 
 
 def agree(
@@ -241,7 +254,7 @@ def agree(
     Raises:
         FastloadError: Some rank cannot save, or the states do not fit together.
     """
-    world, how = call.world, call.options.check_replicas
+    world = call.world
     made: list[RankState] = []
 
     def introduce() -> dict[str, Any]:
@@ -259,6 +272,7 @@ def agree(
             "digests": digest_by_holders(shard_map, world.rank, state.digests)
             if shard_map and state.digests
             else {},
+            "places": state.reader.places(),
             "went_on": went_on,
         }
 
@@ -267,21 +281,24 @@ def agree(
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
     strides = ranks[0]["strides"]
+    is_mixed = len({each["places"] for each in ranks}) > 1
     shard_map = state.shard_map if _predicted_the_same(ranks) else None
     if shard_map is not None:
         require_same_content(world, what, state.content, [each["content"] for each in ranks])
-        if how == "full":
-            _compare(call, state, shard_map, _how(call, state.content), what)
+        how = _how(call, state.content, is_mixed=is_mixed)
+        if how.how == "full":
+            _compare(call, state.layout, shard_map, how, _digest(call, state, shard_map, how))
         elif differing_groups([each["digests"] for each in ranks]):
-            _compare(call, state, shard_map, _how(call, state.content), what, state.digests)
+            _compare(call, state.layout, shard_map, how, lambda: state.digests)
     else:
         _require_no_prediction(ranks)
         state, merged = _merge_states(call, state)
         shard_map, strides = merged.shard_map, merged.strides
-        if how != "off":
-            _compare(call, state, shard_map, _how(call, state.content, merged.meshes), what)
+        how = _how(call, state.content, merged.meshes, is_mixed=is_mixed)
+        if how.how != "off":
+            _compare(call, state.layout, shard_map, how, _digest(call, state, shard_map, how))
     hosts = [each["host"] for each in ranks]
-    return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"], strides)
+    return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"], strides, how)
 
 
 def _agreement(
@@ -291,35 +308,32 @@ def _agreement(
     hosts: Sequence[str],
     metadata: Mapping[str, str],
     strides: Mapping[str, tuple[int, ...]],
+    how: ShardDigests,
 ) -> SaveAgreement:
     # More writers where each rank holds its own part of the bytes.
     least_bytes = _MIN_SHARE_BYTES if shard_map.is_replicated else _MIN_SHARDED_BYTES
     num_writers = max(1, min(call.world.size, state.layout.nbytes // least_bytes))
-    return SaveAgreement(hosts, num_writers, metadata, shard_map, strides)
+    return SaveAgreement(hosts, num_writers, metadata, shard_map, strides, how)
+
+
+def _digest(call: SaveCall, state: RankState, shard_map: ShardMap, how: ShardDigests) -> Callable[[], bytes]:
+    world, limit_s = call.world, call.world.patience_s
+    return lambda: how.of(state.layout, shard_map, state.reader, world.rank, limit_s=limit_s)
 
 
 def _compare(
-    call: SaveCall,
-    state: RankState,
-    shard_map: ShardMap,
-    how: ShardDigests,
-    what: str,
-    digests: bytes | None = None,
+    call: SaveCall, layout: Layout, shard_map: ShardMap, how: ShardDigests, digest: Callable[[], bytes]
 ) -> None:
-    """Compares shards that several ranks hold; takes their digests if there are none yet.
+    """Compares shards that several ranks hold.
 
-    Replicas of which samples differ are a warning: the checkpoint loads, and the training has this problem
-    with or without it.
+    Replicas that were not compared to be equal are a warning: the checkpoint loads, and the training has this
+    problem with or without it.
 
     Raises:
-        ReplicaMismatch: Shards differ that were compared completely, or that may be different tensors.
+        ReplicaMismatch: Shards differ whose difference is an error; see `ShardDigests.is_error`.
     """
-    world, layout, reader = call.world, state.layout, state.reader
-
-    def digest() -> bytes:
-        return how.of(layout, shard_map, reader, world.rank) if digests is None else digests
-
-    found = compare_shards(world, layout, shard_map, how, digest, what=what)
+    what = f"{call.what}: comparing replicas"
+    found = compare_shards(call.world, layout, shard_map, how, digest, what=what)
     if found is None:
         return
     names = {name for name, *_ in found.of_tensors}
@@ -331,6 +345,56 @@ def _compare(
     if call.world.rank == 0 and not names <= warned:
         _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(found.lines()), _HOW_TO_STOP)
     warned |= names
+
+
+def compare_on_devices(
+    call: SaveCall, state: RankState, agreed: SaveAgreement, *, overlaps: bool = False
+) -> RankState:
+    """Begins to compare replicas on accelerators, if the ranks have not done so before they agreed.
+
+    Args:
+        call: This rank's call.
+        state: The state.
+        agreed: The agreement of the ranks.
+        overlaps: Whether the caller's streams go on meanwhile, as with an `OverlappedSnapshot`. They wait
+            only for tensors whose changes torch does not count.
+
+    Returns:
+        The state with the comparison, which `finish_comparison` ends.
+    """
+    world, reader, how = call.world, state.reader, replace(agreed.how, on_devices=True)
+    if how.how != "small" or world.size == 1:
+        return state
+    comparison = DeviceComparison(how, state.layout, agreed.shard_map)
+    if reader.on_device:
+        ranges = how.ranges_on_devices(state.layout, agreed.shard_map, reader, world.rank)
+        held = {at for at, each in ranges.items() if overlaps and not reader.versions(each.tensor)}
+        order = sorted(ranges, key=lambda at: at not in held)
+        try:
+            pending = PendingDigests(reader, [ranges[at] for at in order], num_held=len(held))
+            comparison = replace(comparison, numbers=order, pending=pending)
+        except (MemoryError, RuntimeError) as error:  # a full device, or one without 64-bit integers
+            _log.warning("%s: replicas on accelerators are not compared: %s", call.what, error)
+    return replace(state, on_devices=comparison)
+
+
+def finish_comparison(
+    call: SaveCall, comparison: DeviceComparison, digests: Sequence[Mapping[str, str]]
+) -> None:
+    """Ends the comparison of replicas on accelerators.
+
+    Args:
+        call: This rank's call.
+        comparison: The comparison.
+        digests: The `DeviceComparison.by_holders` of each rank.
+
+    Raises:
+        ReplicaMismatch: As for `_compare`.
+    """
+    if differing_groups(digests):
+        world = call.world
+        digest = partial(comparison.digests, world.rank, world.patience_s)
+        _compare(call, comparison.layout, comparison.shard_map, comparison.how, digest)
 
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:

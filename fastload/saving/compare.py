@@ -1,7 +1,7 @@
 """Comparison of the states that the ranks are about to save.
 
 The agreement before a save has digests of structure, layout, and small tensors in host memory. Only if these
-differ, the ranks look for the places.
+differ, the ranks look for the places. Of tensors on accelerators the devices compute digests during the save.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fastload.base.bit_digests import ALIGN_BYTES
 from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch, some_of
@@ -26,6 +27,7 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.dtensors import is_dtensor
+from fastload.saving.device_digests import PendingDigests
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
@@ -40,6 +42,7 @@ _MAX_BYTES = 64 << 10  # of one tensor
 _MAX_BYTES_OF_ALL = 4 << 20
 _SAMPLE_PART = 128  # of a large shard, for all of its holders together, one in so many bytes is compared
 _LEAST_SAMPLE_BYTES, _MOST_SAMPLE_BYTES = 16, 1 << 20
+_READS_ON_DEVICE = 8  # of a large shard, for each byte of a holder's even share
 _ODD_NUMBER, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio spreads numbers evenly
 _MAX_SHOWN_BYTES = 32
 _NUM_SHOWN = 20
@@ -266,21 +269,27 @@ class ShardDigests:
 
     Attributes:
         how: ``full`` compares all shards completely; ``small`` small ones in host memory, as far as that
-            takes a few milliseconds, and of each large one there a sample.
+            takes a few milliseconds, of each large one there a sample, and those on accelerators by digests
+            that the devices compute, see `DeviceComparison`.
         occasion: Differs from save to save, and moves the samples.
         complete: Tensors that are compared completely, whatever `how` is.
         strict: Tensors of which also a sample that differs is an error.
+        is_mixed: Whether a tensor may be in host memory on some ranks and on an accelerator on others.
+        on_devices: Whether this is about the digests that devices compute during the save.
     """
 
     how: str
     occasion: str = ""
     complete: Collection[str] = ()
     strict: Collection[str] = ()
+    is_mixed: bool = False
+    on_devices: bool = False
 
     def is_error(self, name: str, shard: MappedShard) -> bool:
-        """Whether it is an error if a shard differs; otherwise only a sample of it was compared."""
-        is_sample = self.how == "small" and name not in self.complete and shard.runs.total > _MAX_BYTES
-        return name in self.strict or not is_sample
+        """Whether it is an error if a shard differs; otherwise it is a warning."""
+        if self.how == "full" or name in self.complete or name in self.strict:
+            return True
+        return not self.on_devices and shard.runs.total <= _MAX_BYTES
 
     def of(
         self,
@@ -289,35 +298,60 @@ class ShardDigests:
         reader: StateReader,
         rank: int,
         *,
+        limit_s: float,
         skip: Callable[[str], bool] = lambda _: False,
     ) -> bytes:
-        """Returns the xxh3-64 of each shard that a rank shares with others, in order; 0 if left out.
+        """Returns a digest of each shard that a rank shares with others, in order; 0 if left out.
 
         Args:
             layout: The files.
             shard_map: Which ranks hold which bytes.
             reader: Reads this rank's tensors.
             rank: This rank.
+            limit_s: Longest wait for a device in seconds.
             skip: Whether to leave out a tensor's shards that are small, by its name.
         """
-        shards = shard_map.replicated(rank)
-        digests = bytearray(_DIGEST_BYTES * len(shards))
+        shards, names = shard_map.replicated(rank), layout.space.ranges
+        found: dict[int, bytes] = {}
+        by_bits: dict[int, ShardRange] = {}
         memory = None
         for at, (number, shard) in self._complete(layout, shards, reader, skip):
+            if self.is_mixed or not reader.is_in_host_memory(names[number].name):
+                by_bits[at] = ShardRange(number, shard, 0, shard.runs.total)
+                continue
             if memory is None:
-                memory = allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
-            digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = _digest(reader, number, shard, memory)
+                memory = allocate_staging(_BUFFER_BYTES, pinned=False)
+            found[at] = _digest(reader, number, shard, memory)
+        if by_bits:
+            pending = PendingDigests(reader, list(by_bits.values()))
+            found |= zip(by_bits, _packed(pending.get(limit_s)), strict=True)
         if self.how == "small":
-            seed = xxhash.xxh3_64_intdigest(self.occasion.encode(errors="surrogateescape"))
-            names = layout.space.ranges
             samples = [
-                (at, _sample(number, shard, nbytes, seed))
+                (at, _sample(number, shard, nbytes, self._seed))
                 for at, number, shard, nbytes in _large_shards(shard_map, rank)
                 if names[number].name not in self.complete and reader.is_in_host_memory(names[number].name)
             ]
-            for at, digest in _digest_samples(reader, samples):
-                digests[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES] = digest
-        return bytes(digests)
+            found |= _digest_samples(reader, samples)
+        return b"".join(found.get(at, _UNKNOWN) for at in range(len(shards)))
+
+    def ranges_on_devices(
+        self, layout: Layout, shard_map: ShardMap, reader: StateReader, rank: int
+    ) -> dict[int, ShardRange]:
+        """Returns what devices read of the shards that a rank shares with others, by their numbers.
+
+        That is everything if up to `_READS_ON_DEVICE` ranks hold a shard, and a part that moves from save to
+        save if there are more, so that the time for it stays in proportion to what each of them writes.
+        """
+        names = layout.space.ranges
+        return {
+            at: _part_on_device(number, shard, self._seed)
+            for at, (number, shard) in enumerate(shard_map.replicated(rank))
+            if (name := names[number].name) not in self.complete and not reader.is_in_host_memory(name)
+        }
+
+    @cached_property
+    def _seed(self) -> int:
+        return xxhash.xxh3_64_intdigest(self.occasion.encode(errors="surrogateescape"))
 
     def _complete(
         self, layout: Layout, shards: Sequence[_Replica], reader: StateReader, skip: Callable[[str], bool]
@@ -350,20 +384,38 @@ def _large_shards(shard_map: ShardMap, rank: int) -> list[tuple[int, int, Mapped
 
 
 def _sample(number: int, shard: MappedShard, nbytes: int, seed: int) -> ShardRange:
-    """Returns the bytes of a large shard that its holders compare."""
+    """Returns the bytes of a large shard in host memory that its holders compare."""
     length = nbytes // (_SAMPLE_PART * len(shard.holders))
     length = min(max(length, _LEAST_SAMPLE_BYTES), _MOST_SAMPLE_BYTES)
-    mixed = (seed + number * _ODD_NUMBER ^ shard.runs.start) * _ODD_NUMBER & _64_BITS
-    begin = (mixed >> 8) % (nbytes - length + 1)  # the low bits are mixed the least
+    begin = _place(number, shard, nbytes - length, seed)
     return ShardRange(number, shard, begin, begin + length)
 
 
+def _part_on_device(number: int, shard: MappedShard, seed: int) -> ShardRange:
+    """Returns the bytes of a shard on a device that its holders compare: one of some equal parts."""
+    nbytes = shard.runs.total
+    num = -(-len(shard.holders) // _READS_ON_DEVICE) if nbytes > _MAX_BYTES else 1
+    part = _place(number, shard, num - 1, seed)
+    begin, end = (nbytes * bound // num // ALIGN_BYTES * ALIGN_BYTES for bound in (part, part + 1))
+    return ShardRange(number, shard, begin, end if part < num - 1 else nbytes)
+
+
+def _place(number: int, shard: MappedShard, last: int, seed: int) -> int:
+    """Returns a number up to `last` that differs from save to save and from shard to shard."""
+    mixed = (seed + number * _ODD_NUMBER ^ shard.runs.start) * _ODD_NUMBER & _64_BITS
+    return (mixed >> 8) % (last + 1)  # the low bits are mixed the least
+
+
+def _packed(digests: Sequence[int]) -> Iterator[bytes]:
+    return (digest.to_bytes(_DIGEST_BYTES, "big") for digest in digests)
+
+
 def _digest(reader: StateReader, number: int, shard: MappedShard, memory: Tensor) -> bytes:
+    """Returns the xxh3-64 of a shard in host memory."""
     hasher, nbytes = xxhash.xxh3_64(), shard.runs.total
     for begin in range(0, nbytes, _BUFFER_BYTES):
         end = min(begin + _BUFFER_BYTES, nbytes)
         reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
-        reader.settle()
         hasher.update(host_view(memory[: end - begin]))
     return hasher.digest()
 
@@ -394,6 +446,46 @@ def _digest_samples(
         end += nbytes
     if waiting:
         yield from flush()
+
+
+@dataclass(frozen=True)
+class DeviceComparison:
+    """The comparison of replicas on accelerators, by digests that the devices compute during a save.
+
+    Attributes:
+        how: How they are compared.
+        layout: The files.
+        shard_map: Which ranks hold which bytes.
+        numbers: Numbers in `ShardMap.replicated` of the shards that this rank's devices read.
+        pending: The digests of these; None without any.
+    """
+
+    how: ShardDigests
+    layout: Layout
+    shard_map: ShardMap
+    numbers: Sequence[int] = ()
+    pending: PendingDigests | None = None
+
+    def hold_caller(self) -> None:
+        """See `PendingDigests.hold_caller`."""
+        if self.pending is not None:
+            self.pending.hold_caller()
+
+    def digests(self, rank: int, limit_s: float) -> bytes:
+        """Waits for the digests; returns them as `ShardDigests.of` does.
+
+        Raises:
+            DeadlineExceeded: A device took longer than `limit_s` seconds.
+        """
+        digests = self.pending.get(limit_s) if self.pending is not None else []
+        found = dict(zip(self.numbers, _packed(digests), strict=True))
+        return b"".join(found.get(at, _UNKNOWN) for at in range(len(self.shard_map.replicated(rank))))
+
+    def by_holders(self, rank: int, limit_s: float) -> dict[str, str]:
+        """Waits for the digests; returns one for each group of holders, see `digest_by_holders`."""
+        if self.pending is None:
+            return {}
+        return digest_by_holders(self.shard_map, rank, self.digests(rank, limit_s))
 
 
 def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[str, str]:

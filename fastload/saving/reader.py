@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 import torch
+import xxhash
 from torch import Tensor
 
 from fastload.base.devices import DeviceStreams, accelerators_of
-from fastload.base.memory import borrowed, byte_view, copy_flat, host_view, runs
+from fastload.base.memory import borrowed, byte_view, copy_flat, copy_run, host_view
 from fastload.base.trace import Stopwatch
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, mesh_of, narrowed
@@ -136,13 +138,22 @@ class StateReader:
         """Whether a tensor is in host memory."""
         return self._tensors[name].is_cpu
 
+    def places(self) -> str:
+        """Says which tensors are on accelerators: none (empty), all, or a digest of their names."""
+        if not self.on_device:
+            return ""
+        names = [name for name, tensor in self._tensors.items() if not tensor.is_cpu]
+        if len(names) == len(self._tensors):
+            return "all"
+        return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
+
     def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
         """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
         position, address = 0, out.data_ptr()
         with self.watch.span(nbytes=out.numel()), self.streams.current():
             for number, shard, begin, end in ranges:
                 nbytes = end - begin
-                tensor = self._view(number, shard.box)
+                tensor = self.part(number, shard.box)
                 if nbytes <= _SMALL_BYTES and tensor.is_cpu and tensor.is_contiguous():
                     # Without views, which take longer to make than a small tensor to copy.
                     ctypes.memmove(address + position, tensor.data_ptr() + begin, nbytes)
@@ -156,6 +167,19 @@ class StateReader:
         if is_dtensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return None
         return host_view(byte_view(tensor))
+
+    def part(self, number: int, box: Box) -> Tensor:
+        """Returns a box of a tensor, by its number in `Layout.space`."""
+        name = self._layout.space.ranges[number].name
+        tensor = self._tensors.get(name)
+        if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
+            return tensor
+        for held, view in self._parts_of(name):
+            if held == box:
+                return view
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
+        raise AssertionError(f"this rank does not hold {box}")
 
     def settle(self) -> None:
         """Waits for all copies that were started.
@@ -185,19 +209,6 @@ class StateReader:
             self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
         return self._parts[name]
 
-    def _view(self, number: int, box: Box) -> Tensor:
-        """Returns a box of a tensor, by its number in `Layout.space`."""
-        name = self._layout.space.ranges[number].name
-        tensor = self._tensors.get(name)
-        if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
-            return tensor
-        for held, view in self._parts_of(name):
-            if held == box:
-                return view
-            if held.intersect(box) == box:
-                return narrowed(view, box.relative_to(held))
-        raise AssertionError(f"this rank does not hold {box}")
-
 
 def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
     """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order."""
@@ -208,8 +219,5 @@ def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
     size = tensor.element_size()
     first, last = begin // size, -(-end // size)
     dense = torch.empty(last - first, dtype=tensor.dtype, device=tensor.device)
-    position = 0
-    for run in runs(tensor, first, last - first):
-        dense[position : position + run.numel()].view(run.shape).copy_(run)
-        position += run.numel()
+    copy_run(tensor, first, dense)
     copy_flat(byte_view(dense)[begin - first * size : end - first * size], out)

@@ -22,7 +22,14 @@ from fastload.errors import FastloadError
 from fastload.formats.names import MODEL_STEM
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
-from fastload.saving.agree import SaveAgreement, agree, describe, has_to_meet, predict
+from fastload.saving.agree import (
+    SaveAgreement,
+    agree,
+    compare_on_devices,
+    describe,
+    has_to_meet,
+    predict,
+)
 from fastload.saving.background import FinishedSave, QueuedSave, SaveHandle
 from fastload.saving.call import SaveCall, make_call
 from fastload.saving.delta import DeltaPlan, plan_delta
@@ -59,7 +66,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
     with world.together():
         encoded, agreed = agree(call, partial(describe, call, state))
         with _or_leave(call, met=True):
-            plan = make_plan(call, encoded, agreed)
+            plan = make_plan(call, compare_on_devices(call, encoded, agreed), agreed)
     begun = BegunSave(plan, agreed, None, None)
     with finishing(call, begun):
         finished = _write(call, begun, agreed, 0.0)
@@ -84,9 +91,13 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
             encoded, agreed = agree(call, lambda: encoded)
         with _or_leave(call, met=agreed is not None):
             expected = agreed if agreed is not None else predict(call, encoded)
+            overlaps = call.options.snapshot == "overlap"
+            encoded = compare_on_devices(call, encoded, expected, overlaps=overlaps)
             plan = make_plan(call, encoded, expected, from_snapshot=True)
-            kind = OverlappedSnapshot if call.options.snapshot == "overlap" else Snapshot
+            kind = OverlappedSnapshot if overlaps else Snapshot
             snapshot = kind(encoded.reader, plan.messages.contributed, call.pool)
+            if not overlaps and encoded.on_devices is not None:
+                encoded.on_devices.hold_caller()
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)
 
 

@@ -25,7 +25,7 @@ from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.geometry.blocks import Block
 from fastload.geometry.ranges import ByteRange
-from fastload.saving.agree import SaveAgreement
+from fastload.saving.agree import SaveAgreement, finish_comparison
 from fastload.saving.call import SaveCall
 from fastload.saving.exchange import PartAssembler, connect
 from fastload.saving.layout import Layout, LayoutFile
@@ -128,7 +128,7 @@ class WriteResult:
 
 
 def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteResult:
-    """Writes this rank's share; returns once all ranks have written.
+    """Writes this rank's share; returns once all ranks have written, and devices have compared replicas.
 
     A rank joins its leader's files when it writes. If each host has its own copy, all ranks join before any
     of them writes.
@@ -141,6 +141,7 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
     Raises:
         OptionError: The hosts share the path, although each was to have its own copy.
         CheckpointExists: There is a checkpoint already.
+        ReplicaMismatch: Tensors on accelerators differ that may be no replicas.
         FastloadError: Some rank failed.
     """
     world, options, layout = call.world, call.options, plan.state.layout
@@ -156,8 +157,9 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
     assembler = PartAssembler(world, plan, snapshot, wire)
     join, has_copies = partial(_join, call, plan, tickets), len(plan.leaders) > 1
     found: list[WriteResult] = []
+    comparison = plan.state.on_devices
 
-    def work() -> str | None:
+    def work() -> tuple[str | None, dict[str, str]]:
         if not has_copies:
             join()
         if snapshot is not None:
@@ -173,17 +175,21 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
         show_own(world, call.what, plan.state.own)
         nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
         found.append(WriteResult(receipt, (), writer.watch.seconds, writer.flush_s, nbytes))
-        return packed
+        digests = comparison.by_holders(world.rank, world.patience_s) if comparison is not None else {}
+        return packed, digests
 
     try:
         if has_copies:
             world.agree(f"joining the save to {plan.target.url}", join)
-        receipts = world.settle(call.what, work)
+        responses = world.settle(call.what, work)
     finally:
         assembler.close()
         if writer.close() and snapshot is not None:
             snapshot.release()
-    return replace(found[0], receipts=tuple(receipts))
+    receipts, digests = zip(*responses, strict=True)
+    if comparison is not None:
+        finish_comparison(call, comparison, digests)
+    return replace(found[0], receipts=receipts)
 
 
 class PartSource(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def read_by(tensors: Mapping[str, Tensor], num_ranks: int, **how: Any) -> tuple[
     layout = laid_out(tensors)
     reader = NotingReader(layout, tensors)
     reader.ranges = []
-    digests = ShardDigests("small", **how).of(layout, ShardMap(layout, num_ranks), reader, 0)
+    digests = ShardDigests("small", **how).of(layout, ShardMap(layout, num_ranks), reader, 0, limit_s=60)
     return reader.ranges, digests
 
 
@@ -77,3 +78,53 @@ def test_what_may_be_different_tensors_is_compared_completely() -> None:
     tensors["t1"][-1] = 1
     _, after = read_by(tensors, 4, complete={"t1"})
     assert [before[at : at + 8] != after[at : at + 8] for at in (0, 8, 16)] == [False, True, False]
+
+
+class DeviceReader(StateReader):
+    """Reads tensors as if they were on a device."""
+
+    def is_in_host_memory(self, name: str) -> bool:
+        return False
+
+
+@cache
+def on_device() -> DeviceReader:
+    tensors = {**large(), "odd": torch.zeros(99_999, 3, dtype=torch.uint8), "small": torch.zeros(1 << 14)}
+    return DeviceReader(laid_out(tensors), tensors)
+
+
+def read_on_device(num_ranks: int, occasion: str = "a", rank: int = 0, **how: Any) -> list[ShardRange]:
+    reader, compared = on_device(), ShardDigests("small", occasion, **how)
+    shard_map = ShardMap(reader._layout, num_ranks)
+    return list(compared.ranges_on_devices(reader._layout, shard_map, reader, rank).values())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64, 4096])
+def test_devices_read_eight_times_what_a_rank_writes_at_most(num_ranks: int) -> None:
+    """All of a small tensor; of a large one everything, as long as few ranks hold it."""
+    ranges = read_on_device(num_ranks)
+    assert [each.tensor for each in ranges] == list(range(5))
+    for each in ranges:
+        nbytes, length = each.shard.runs.total, each.end - each.begin
+        if nbytes <= 1 << 16 or num_ranks <= 8:
+            assert (each.begin, length) == (0, nbytes)
+        else:
+            assert abs(length - 8 * nbytes / num_ranks) <= 16
+        assert each.begin % 16 == 0
+        assert each.end % 16 == 0 or each.end == nbytes
+    assert read_on_device(num_ranks, rank=1) == ranges, "the same on all ranks"
+
+
+def test_devices_read_other_parts_on_each_occasion() -> None:
+    seen = [read_on_device(64, f"step_{step}")[2] for step in range(60)]
+    assert sorted({(each.begin, each.end) for each in seen}) == [
+        (part << 24, (part + 1) << 24) for part in range(8)
+    ], "all in time"
+    several = read_on_device(64)
+    assert len({each.begin * 8 // each.shard.runs.total for each in several[:4]}) > 1, (
+        "not all tensors the same"
+    )
+
+
+def test_devices_do_not_read_again_what_was_compared_completely() -> None:
+    assert [each.tensor for each in read_on_device(4, complete={"t1"})] == [0, 2, 3, 4]
