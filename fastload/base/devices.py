@@ -193,21 +193,29 @@ def give_back_streams(streams: Iterable[torch.Stream]) -> None:
 
 
 def use_stream(stream: torch.Stream) -> AbstractContextManager[None]:
-    """Makes a stream and its device current in this thread, for a while.
-
-    Events are used within, too; see `enter`.
-    """
+    """Makes a stream and its device current in this thread, for a while."""
     return DeviceStreams([stream]).current()
 
 
-def enter(device: torch.device) -> None:
-    """Makes a device the own one of a helper thread, for as long as the thread lives; nothing for the CPU.
+def own_device() -> int | None:
+    """Returns the index of this thread's current device; None if this process uses no accelerator."""
+    served = torch.accelerator.current_accelerator()
+    if served is None:
+        return None
+    module = torch.get_device_module(served)
+    if not getattr(module, "is_initialized", torch.accelerator.is_available)():
+        return None  # asking would start it
+    return torch.accelerator.current_device_index()
 
-    The own device of a new thread is 0, and torch starts that wherever it goes back to it: also when an event of
-    another device is recorded or freed. Each device that a process has started takes half a gigabyte there.
+
+def adopt_device(index: int | None) -> None:
+    """Makes the current device of another thread that of this one, which is new.
+
+    A new thread has device 0, and torch starts that wherever it returns to it, also when an event of another
+    device is recorded or freed. That would take half a gigabyte of GPU 0 for each other rank of the host.
     """
-    if is_accelerator(device):
-        torch.accelerator.set_device_index(device.index)
+    if index is not None:
+        torch.accelerator.set_device_index(index)
 
 
 def _return_to(index: int) -> None:

@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 import torch
 
+from fastload.base.devices import adopt_device, own_device
 from fastload.errors import DeadlineExceeded, Interrupted
 
 _LEAVING_S = 1.0
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class Task:
-    """Work in a thread that does not keep the process from exiting.
+    """Work in a thread that does not keep the process from exiting, with the current device of its starter.
 
     Args:
         work: The work. An exception that it raises ends the thread.
@@ -52,6 +53,7 @@ class Task:
         self._name = name
         self.ends_thread = ends_thread
         self._has_begun = False
+        self._device: int | None = None
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -61,6 +63,7 @@ class Task:
             RuntimeError: The system cannot start a thread.
         """
         self._has_begun = True
+        self._device = own_device()
         try:
             _pool.send(self)
         except BaseException:
@@ -79,6 +82,7 @@ class Task:
     def do(self) -> None:
         """Does the work in this thread."""
         threading.current_thread().name = self._name
+        adopt_device(self._device)
         work, self._work = self._work, None
         assert work is not None, "done once"
         work()

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from fastload.base.devices import enter, follow, is_accelerator, record_use, synchronize
+from fastload.base.devices import follow, is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.threads import Task, raise_first
 from fastload.comm.world import World
@@ -449,7 +449,6 @@ class BoxStreamTransfer:
 
     def _run(self) -> None:
         try:
-            enter(self._plan.device)
             with self._session.usable():
                 for window in self._plan.windows:
                     if not self._has_left:

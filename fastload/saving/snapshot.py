@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from fastload.base.devices import can_pin
+from fastload.base.devices import adopt_device, can_pin, own_device
 from fastload.base.memory import PAGE_BYTES, allocate_staging, round_up
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import ProcessLock, one_torch_thread
@@ -305,15 +305,16 @@ class OverlappedSnapshot(Snapshot):
         state_copies.add(self)
         try:
             # A `Thread` would wait here until it runs.
-            _thread.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._run, (own_device(),))
         except RuntimeError:  # the system cannot start a thread
-            self._run(in_background=False)
+            self._run(own_device(), in_background=False)
 
     def _copy_piece(self, piece: _Piece) -> None:
         ranges, message, first, last = piece
         self._reader.copy(ranges, self.get(message)[first:last])
 
-    def _run(self, *, in_background: bool = True) -> None:
+    def _run(self, device: int | None, *, in_background: bool = True) -> None:
+        adopt_device(device)
         if in_background and sys.platform == "linux":
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)

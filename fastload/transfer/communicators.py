@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastload.base.devices import enter, give_back_streams, poll, take_stream, use_stream
+from fastload.base.devices import give_back_streams, poll, take_stream, use_stream
 from fastload.base.threads import Task, within
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -100,7 +100,6 @@ class Communicators:
             made.drop()
 
     def _make(self, made: CommunicatorSet) -> None:
-        enter(self._device)
         store = self._world.store if self._world.store is not None else dist.HashStore()
         # A backend blocks the connection to the store while it waits for others, so it gets its own.
         store = store.clone() if hasattr(store, "clone") else store

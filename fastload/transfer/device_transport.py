@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fastload.base.devices import copy_async, enter, give_back_streams, poll, take_stream, use_stream
+from fastload.base.devices import copy_async, give_back_streams, poll, take_stream, use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
@@ -85,7 +85,6 @@ class _BackendTransport(Transport):
         super().close()
 
     def start(self, work: Round, status: int) -> None:
-        enter(self.device)
         work.began = self.watch.start()
         ended = torch.Event(self.device)
         note: Callable[[], None] = _nothing

@@ -149,10 +149,10 @@ class Transport:
     def starts_ahead(self) -> int | None:
         """How many rounds after the one that the caller waits for have started by then, and no others have.
 
-        None if a round starts as soon as its chunk is read. Between devices that would be too early: NCCL wants
-        its kernels started in one order on all devices, those of other communicators included. If rounds
-        started while the caller's thread starts collectives of its own, two ranks could have them in different
-        orders in the queues of their devices, and wait for each other for ever.
+        None if a round starts as soon as its chunk is read. Between devices that would be too early: NCCL
+        wants its kernels started in one order on all devices, those of other communicators included. If
+        rounds started while the caller's thread starts collectives of its own, two ranks could have them in
+        different orders in the queues of their devices, and wait for each other for ever.
         """
         return None
 
