@@ -17,12 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tests.accelerator import NAME, accelerator
 from tests.dist.harness import ranks
+from tests.dist.patience import patient
 from tests.dist.test_sharded_failures import before_reads
+from tests.gpu import one_gpu
 
 __all__ = ["Devices", "on_devices"]
 
 BACKENDS = {NAME: "emccl", "cuda": "nccl"}
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT_S = 60.0
 
 
 class Devices:
@@ -163,12 +165,14 @@ def _entered(kind: str, rank: int, world: int) -> Iterator[None]:
     dist.destroy_process_group()
     if kind == NAME:
         accelerator()
+    elif one_gpu.is_on():
+        one_gpu.enter(rank)
     dist.init_process_group(
         f"cpu:gloo,{kind}:{BACKENDS[kind]}",
         store=dist.PrefixStore("devices", store),
         rank=rank,
         world_size=world,
-        timeout=_TIMEOUT,
+        timeout=timedelta(seconds=patient(_TIMEOUT_S)),
     )
     yield
     if kind == NAME:
