@@ -25,6 +25,8 @@ def run(job: Job) -> None:
     def measure(name: str, call: Callable[[], object], moved: int = nbytes) -> None:
         call()
         for _ in range(job.sizes.turns):
+            if job.left_s < 1:
+                return
             device.synchronize()
             began = time.perf_counter()
             call()

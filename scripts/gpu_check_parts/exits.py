@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from gpu_check_parts.failures import ENDING_S
 from gpu_check_parts.ranks import Rank, Ranks, problems_of
 from gpu_check_parts.stages import Job
 from gpu_check_parts.streams import small_options, small_state
@@ -24,7 +25,7 @@ def run(job: Job) -> None:
         for name, destroys in _WAYS.items()
     }
     for name, ranks in began.items():
-        ends = ranks.wait(max(1.0, job.left_s - 1))
+        ends = ranks.wait(job.left_s - ENDING_S)
         problem = problems_of(ends)
         job.results.check(name, not problem, problem)
         if not problem:

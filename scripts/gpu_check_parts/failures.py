@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from gpu_check_parts.devices import BACKENDS
 from gpu_check_parts.nccl import abort_all, communicator
 from gpu_check_parts.ranks import Ended, Rank, Ranks, fastload_threads, problems_of
 from gpu_check_parts.results import Results
 from gpu_check_parts.stages import Job
 from gpu_check_parts.streams import small_options, small_state
 
+ENDING_S = 3.0  # of a stage, for ranks that hang to write their stacks
 FREE_S = 10.0  # in which a device has to be free, and threads to end
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -46,13 +48,15 @@ def run(job: Job) -> None:
         "the same, TORCH_DISTRIBUTED_DEBUG=DETAIL": survive(**_DETAIL),
         "the same, TORCH_NCCL_DESYNC_DEBUG=1": survive(TORCH_NCCL_DESYNC_DEBUG="1"),
     }
+    handling = f"TORCH_{BACKENDS[job.kind].upper()}_ASYNC_ERROR_HANDLING"
+    control = Ranks(job.kind, _control, 2, job.sizes.alive_s, environment={**heart, handling: "0"})
     stuck = {name: Ranks(job.kind, _abort_stuck, 2, job.results, name) for name in _ABORTS}
-    limit_s = job.left_s - 2
     for name, ranks in began.items():
-        note_survivors(job.results, name, ranks.wait(limit_s), survivors=(0, 1))
-        limit_s = max(1.0, job.left_s - 2)
+        note_survivors(job.results, name, ranks.wait(job.left_s - ENDING_S), survivors=(0, 1))
+    problem = problems_of(control.wait(job.left_s - ENDING_S))
+    job.results.fact("for comparison, torch's own group that one rank aborts", problem or "all live on")
     for name, ranks in stuck.items():
-        problem = problems_of(ranks.wait(max(1.0, job.left_s - 1)))
+        problem = problems_of(ranks.wait(job.left_s - ENDING_S))
         title = f"two communicators with stuck kernels are aborted, {name}"
         if _ABORTS[name] or not problem:
             job.results.check(title, not problem, problem)
@@ -129,6 +133,21 @@ def _survive(rank: Rank, path: Path, alive_s: float) -> dict[str, Any]:
             raise ArithmeticError("an error of the caller's")
 
     return fail_and_live(rank, path, act, dist.group.WORLD, alive_s)
+
+
+def _control(rank: Rank, alive_s: float) -> None:
+    """What a failure leads to in a group of torch's own, whose watchdog is to handle no error."""
+    ones = torch.ones(1, device=rank.device.device)
+    group = dist.new_group()
+    for each in (dist.group.WORLD, group):
+        dist.all_reduce(ones, group=each)
+    rank.device.synchronize()
+    if rank.rank == 0:
+        dist.all_reduce(ones, group=group, async_op=True)
+    else:
+        time.sleep(0.5)
+        group._get_backend(rank.device.device).abort()
+    time.sleep(alive_s)
 
 
 def _abort_stuck(rank: Rank, results: Results, name: str) -> None:

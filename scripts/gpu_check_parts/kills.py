@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from gpu_check_parts.failures import HEARTBEAT, fail_and_live, note_survivors
+from gpu_check_parts.failures import ENDING_S, HEARTBEAT, fail_and_live, note_survivors
 from gpu_check_parts.ranks import Rank, Ranks
 from gpu_check_parts.stages import Job
 from gpu_check_parts.streams import small_options, small_state
@@ -36,7 +36,7 @@ def run(job: Job) -> None:
             environment={**heart, **environment}, ranks_per_host=ranks_per_host, num_leaving=world - 1,
         )  # fmt: skip
     for name, ranks in began.items():
-        ends = ranks.wait(max(1.0, job.left_s - 1))
+        ends = ranks.wait(job.left_s - ENDING_S)
         note_survivors(job.results, name, ends, survivors=range(len(ends) - 1))
 
 

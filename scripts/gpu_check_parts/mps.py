@@ -55,3 +55,4 @@ def service(wanted: bool) -> Iterator[None]:
         control.wait()
         for log in sorted((folder / "log").glob("*.log")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}")
+        shutil.rmtree(folder, ignore_errors=True)

@@ -25,20 +25,24 @@ _NUM_SMALL = 20
 
 def run(job: Job) -> None:
     """Tries with MPS first; without, processes that share the device take turns."""
-    ways = (["with MPS"] if mps.is_there() and job.kind == "cuda" else []) + ["without MPS"]
-    for way in ways:
-        try:
-            with mps.service(way == "with MPS"):
-                problem = problems_of(
-                    run_ranks(job.kind, _body, 2, job.results, way, limit_s=job.left_s / len(ways))
-                )
-        except RuntimeError as error:
-            problem = str(error)
-        job.results.fact(MPS_WORKS, way == "with MPS" and not problem)
+    if job.kind == "cuda" and mps.is_there():
+        problem = _try(job, "with MPS", job.left_s / 2)
+        job.results.fact(MPS_WORKS, not problem)
         if not problem:
-            job.results.check(way, True)
+            job.results.check("with MPS", True)
             return
-        job.results.skip(way, problem) if way == "with MPS" else job.results.check(way, False, problem)
+        job.results.skip("with MPS", problem)
+    problem = _try(job, "without MPS", job.left_s)
+    job.results.check("without MPS", not problem, problem)
+
+
+def _try(job: Job, way: str, limit_s: float) -> str:
+    """Returns what goes wrong; empty if nothing does."""
+    try:
+        with mps.service(way == "with MPS"):
+            return problems_of(run_ranks(job.kind, _body, 2, job.results, way, limit_s=limit_s))
+    except RuntimeError as error:
+        return str(error)
 
 
 def communicator(rank: Rank, name: str) -> Any:

@@ -28,6 +28,7 @@ from tests.gpu import one_gpu
 
 _PR_SET_PDEATHSIG = 1
 _MEETING_S = 60.0  # for the process group to be made, and of its collectives
+_AFTER_ERROR_S = 5.0
 _LEAVING_S = 10.0  # for the others, before a rank leaves that has ended well
 _STACKS = signal.SIGUSR2
 
@@ -111,10 +112,14 @@ class Ranks:
         self._world = world
 
     def wait(self, limit_s: float) -> list[Ended]:
-        """Returns how each ended; one that still runs after the limit is killed, and writes its stacks."""
+        """Returns how each ended; one that still runs after the limit is killed, and writes its stacks.
+
+        If a rank has raised an error, the others have little time left.
+        """
         problems: dict[int, str] = {}
         ended_at_s: dict[int, float] = {}
-        running, limit = dict(self._pids), time.monotonic() + limit_s
+        running, began = dict(self._pids), time.monotonic()
+        limit = began + limit_s
         while running and time.monotonic() < limit:
             for pid, rank in list(running.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -123,6 +128,8 @@ class Ranks:
                     ended_at_s[rank] = time.time()
                     if os.WIFSIGNALED(status):
                         problems[rank] = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+                    elif status:
+                        limit = min(limit, time.monotonic() + _AFTER_ERROR_S)
             time.sleep(0.01)
         for pid, rank in running.items():
             print(f"--- rank {rank} still runs; its threads:", flush=True)
@@ -131,7 +138,7 @@ class Ranks:
         for pid, rank in running.items():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            problems[rank] = f"still running after {limit_s:.0f} s"
+            problems[rank] = f"still running after {time.monotonic() - began:.0f} s"
         ends = []
         for rank in range(self._world):
             path = self._folder / str(rank)
