@@ -343,9 +343,9 @@ class SaveOptions(_Options):
             True, and an error if the hosts do not see the same files.
         check_replicas: How the ranks compare replicated tensors: ``small`` (in host memory small ones
             completely, and samples of large ones; on accelerators by digests that the devices compute; the
-            latter two are warnings), ``full`` (all completely, in a separate step) or ``off`` (if they differ,
-            a mixture of the ranks' tensors is saved). Plain values, names, dtypes and shapes are always
-            compared.
+            latter two are warnings), ``full`` (all completely, in a separate step) or ``off`` (if they
+            differ, a mixture of the ranks' tensors is saved). Plain values, names, dtypes and shapes are
+            always compared.
         snapshot: Of saves in the background: ``block`` copies the state before the call returns, ``overlap``
             during the next forward and backward pass; see `SaveHandle.wait_snapshot`.
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are

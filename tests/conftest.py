@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.e2e import forked
+from tests.gpu import one_gpu
 
 _LONG = "tests/lab/test_slurm.py tests/lab/ tests/e2e/ tests/crash/ tests/dist/ tests/storage/".split()
 
@@ -46,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what takes long and is covered, in its essence, by another test; long ones come first."""
+    for item in items:
+        if item.get_closest_marker("gpu") and item.callspec.params["world"] > 1:  # type: ignore[attr-defined]
+            item.add_marker("one_gpu")
     for name in ("slow", "engines"):
         if not config.getoption(f"--{name}"):
             marked = [item for item in items if item.get_closest_marker(name)]
@@ -63,8 +67,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests whose marker names hardware or rights this machine does not have."""
-    if item.get_closest_marker("gpu") and _num_gpus() < (num := item.callspec.params["world"]):  # type: ignore[attr-defined]
-        pytest.skip(f"needs {num} CUDA device{'s' * (num > 1)}")
+    if item.get_closest_marker("gpu"):
+        num = one_gpu.num_gpus_for(item.callspec.params["world"])  # type: ignore[attr-defined]
+        if _num_gpus() < num:
+            pytest.skip(f"needs {num} CUDA device{'s' * (num > 1)}")
     if item.get_closest_marker("emulated") and not _has_emulator():
         pytest.skip("needs a C++ compiler, which builds the emulated accelerator")
     if item.get_closest_marker("engines") and importlib.util.find_spec("vllm") is None:

@@ -36,7 +36,7 @@ from typing import Any, Literal
 import pytest
 import torch.distributed as dist
 
-from tests.dist.patience import CROWD, crowd
+from tests.dist.patience import CROWD, crowd, stretch
 from tests.dist.zygote import DUMP_SIGNAL, Job, serve_store
 from tests.e2e.forked import forking_python
 
@@ -93,7 +93,7 @@ def ranks(
             [parameter for name, parameter in parameters.items() if name != "rank"]
         )
         sizes = pytest.mark.parametrize("world", worlds, ids=[f"{world}-ranks" for world in worlds])
-        patience = pytest.mark.timeout(deadline_s + _STARTUP_S)
+        patience = pytest.mark.timeout(deadline_s * stretch() + _STARTUP_S)
         decorated: Body = patience(sizes(test))
         return pytest.mark.emulated(decorated) if accelerator else decorated
 
@@ -145,7 +145,7 @@ def run_ranks(
             num_surviving=world - len(dies),
             ranks_per_host=ranks_per_host,
             accelerator=accelerator,
-            deadline_s=deadline_s,
+            deadline_s=deadline_s * stretch(),
             cwd=os.getcwd(),
             environ={**os.environ, CROWD: f"{crowd():.2f}"},
             sys_path=list(sys.path),

@@ -19,14 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tests.accelerator import MODES, NAME, accelerator
 from tests.dist.harness import ranks
+from tests.dist.patience import patient
 from tests.dist.test_sharded_failures import before_reads
+from tests.gpu import one_gpu
 
 __all__ = ["Devices", "on_devices"]
 
 BACKENDS = {NAME: "emccl", "cuda": "nccl"}
 _ALL_MODES = "FASTLOAD_TEST_MODES"  # environment: "all", or names of `MODES` with commas
-_OWN_CONTEXT_ONLY = True  # whether a test fails if its rank makes a context on a device of others
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT_S = 60.0
 
 
 class Devices:
@@ -189,18 +190,18 @@ def _entered(kind: str, mode: str, rank: int, world: int) -> Iterator[str]:
         mode = mode or _mode_of_test()
         print(f"the mode of the emulated accelerator: {mode}", flush=True)
         accelerator().mode(mode)
+    elif one_gpu.is_on():
+        one_gpu.enter(rank)
     dist.init_process_group(
         f"cpu:gloo,{kind}:{BACKENDS[kind]}",
         store=dist.PrefixStore("devices", store),
         rank=rank,
         world_size=world,
-        timeout=_TIMEOUT,
+        timeout=timedelta(seconds=patient(_TIMEOUT_S)),
     )
     yield mode
     if kind == NAME:
         assert accelerator().faults() == []
         own = rank % torch.accelerator.device_count()
         elsewhere = {device: names for device, names in accelerator().contexts().items() if device != own}
-        assert not (_OWN_CONTEXT_ONLY and elsewhere), (
-            f"contexts on other ranks' devices, by threads: {elsewhere}"
-        )
+        assert not elsewhere, f"contexts on other ranks' devices, by threads: {elsewhere}"

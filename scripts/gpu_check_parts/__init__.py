@@ -1,0 +1,1 @@
+"""Parts of scripts/gpu_check."""
