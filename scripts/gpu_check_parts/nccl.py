@@ -108,7 +108,11 @@ def _gather(rank: Rank, made: list[Any], ours: torch.Tensor) -> torch.Tensor:
 def _broadcast(rank: Rank, group: Any) -> torch.Tensor:
     into = torch.full((2, _COUNT), float(rank.rank), device=rank.device.device)
     calls = [partial(communicators.broadcast, group, row, root) for root, row in enumerate(into)]
-    device_transport._coalesced(group, calls)
+    if rank.device.kind == "cpu":  # where no stream waits for a work
+        for call in calls:
+            call().wait()
+    else:
+        device_transport._coalesced(group, calls)
     return into
 
 
