@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from fastload.formats.dtypes import DTYPES
 from tests.checkpoints import flip, seal
 from tests.dist.harness import ranks
 from tests.dist.test_manager import manage, state_of, steps_in, warned
+from tests.e2e.forked import run_forked
 
 _MESSAGE = "the run went back, or another one begins"
 
@@ -298,8 +298,7 @@ for one in Catalog(locate(sys.argv[1]), None, Patience(0, 10)).entries():
         root.chmod(0o755)
         (root / "step_00000001/fastload.json").chmod(0)
         (root / "step_00000002").chmod(0)
-        arguments = [sys.executable, "-c", program, folder]
-        found = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        found = run_forked(["-c", program, folder], cwd=root, env=os.environ, timeout=60)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [
         "1 unreadable Permission denied (EACCES)",

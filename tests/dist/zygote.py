@@ -44,6 +44,7 @@ import fastload.saving.save
 import fastload.staging.stage
 import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
 from tests.accelerator import GROUP, accelerator
+from tests.e2e.huge_pages import collapse_memory
 
 DUMP_SIGNAL = signal.SIGUSR2  # a manager listens to SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -99,6 +100,7 @@ def main() -> None:
     os.close(null)
     gc.collect()
     gc.freeze()  # ranks that look for garbage leave what is here alone, and so need no copies of its pages
+    collapse_memory()
     install_importhook(get_config())  # asserts explain themselves in the ranks too
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
@@ -134,9 +136,12 @@ def main() -> None:
 
 def _import(module: str) -> None:
     """Imports a module of tests, and what it names as RANKS_IMPORT: what takes its ranks long to import."""
+    num_modules = len(sys.modules)
     with contextlib.suppress(BaseException):  # the ranks fail with it, and are heard
         for name in getattr(importlib.import_module(module), "RANKS_IMPORT", ()):
             importlib.import_module(name)
+    if len(sys.modules) > num_modules:
+        collapse_memory()  # ranks copy what is new
 
 
 def _signal(living: dict[int, int], ranks: set[int], signum: int) -> None:

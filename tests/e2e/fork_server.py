@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from tests.e2e.huge_pages import collapse_memory
+
 # What the first step of an optimizer imports, for 1.5 s, is among them.
 _PRELOADED = (
     "torch._dynamo",
@@ -51,11 +53,14 @@ def _name_of_caller(depth: int = 2) -> str:
 
 def serve(path: str) -> None:
     """Listens there; ends when the standard input does."""
+    gc.disable()  # until all is imported, which stays
     for module in _PRELOADED:
         importlib.import_module(module)
     dynamic_rendezvous.get_method_name = _name_of_caller
     gc.collect()
     gc.freeze()  # what looks for garbage leaves what is here alone, and so needs no copies of its pages
+    gc.enable()
+    collapse_memory()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(128)

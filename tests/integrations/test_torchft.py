@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from datetime import timedelta
@@ -23,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import fastload
 from fastload.geometry.dtensors import local_of
 from tests.dist.harness import ranks
+from tests.e2e.forked import run_forked
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -65,10 +64,7 @@ def test_their_own_test_of_transports(tmp_path: Path) -> None:
 def run(program: str, tmp_path: Path) -> None:
     """Runs a program in a process of its own, which has no process group yet."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    done = run_forked(["-c", program, str(tmp_path)], cwd=tmp_path, env=environment, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
 

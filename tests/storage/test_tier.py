@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -17,6 +16,7 @@ import pytest
 from fastload.errors import StorageError
 from fastload.storage.memory_folder import RECORD_NAME, JobFolder, find_jobs, find_memory, remove_dead
 from fastload.storage.memory_target import HostPart, MemoryTarget
+from tests.e2e.forked import forking_python
 
 JOB, OTHER = "0" * 16, "f" * 16
 ONE, TWO = "1" * 16, "2" * 16
@@ -125,20 +125,20 @@ def test_holes_take_no_memory_and_what_is_reserved_does(tmp_path: Path) -> None:
 
 
 LIVING = """
-import sys
+import os, sys
 from fastload.storage.memory_folder import JobFolder
 job = JobFolder(*sys.argv[1:])
-print("ready", flush=True)
+print(os.getpid(), flush=True)
 sys.stdin.read()
 """
 
 
 def test_what_dead_jobs_left_goes_and_never_what_living_ones_have(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LIVING, str(tmp_path), OTHER, "other root"]
+    command = [forking_python(), "-c", LIVING, str(tmp_path), OTHER, "other root"]
     living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert living.stdout is not None
-        assert living.stdout.readline() == b"ready\n"
+        pid = int(living.stdout.readline())
         own = JobFolder(str(tmp_path), JOB, "root")
         make(own, ONE).close()
         own.record(ONE, [], b"record")
@@ -152,8 +152,8 @@ def test_what_dead_jobs_left_goes_and_never_what_living_ones_have(tmp_path: Path
         os.utime(os.path.join(other.path, "job"), (0, 0))
         assert [left.root for left in remove_dead(str(tmp_path), older_s=0)] == ["root"]
         assert [left.root for left in find_jobs(str(tmp_path))] == ["other root"]
-        living.send_signal(signal.SIGKILL)
-        living.wait(10)
+        os.kill(pid, signal.SIGKILL)
+        living.wait(60)
         assert [left.root for left in remove_dead(str(tmp_path), older_s=3600)] == ["other root"]
     finally:
         living.kill()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.forked import forking_python
+
 _ROOT = Path(__file__).resolve().parents[2]
 _CALL = """
 import importlib, sys
+print(hash("order"), flush=True)
 for line in sys.stdin:
     module, _, name = line.strip().rpartition(".")
     print(getattr(importlib.import_module(module), name)(), flush=True)
@@ -23,8 +25,8 @@ for line in sys.stdin:
 def elsewhere() -> Iterator[Callable[[Callable[[], str]], str]]:
     """Calls a function of a test module in a process with another hash seed; returns its line of text."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _CALL],
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(_ROOT)},
+        [forking_python(), "-c", _CALL],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
         cwd=_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -33,6 +35,7 @@ def elsewhere() -> Iterator[Callable[[Callable[[], str]], str]]:
     assert process.stdin is not None
     assert process.stdout is not None
     lines = process.stdout
+    assert int(lines.readline()) != hash("order")
 
     def call(function: Callable[[], str]) -> str:
         print(f"{function.__module__}.{function.__name__}", file=process.stdin, flush=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +23,7 @@ from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.decoder import decode_state
 from fastload.formats.parts import nested
 from fastload.geometry.box import Box, tiling_problem
+from tests.e2e.forked import run_forked
 from tests.unit.test_pieces import tilings
 
 
@@ -239,9 +238,8 @@ def test_directories_of_items_that_lie(folder: Path, saved: Path) -> None:
 
 def test_mutated_directories_are_refused_or_read_right() -> None:
     script = Path(__file__).parents[2] / "scripts" / "fuzz_folders.py"
-    done = subprocess.run(
-        [sys.executable, script, "--count", "120"], capture_output=True, text=True, timeout=100
-    )
+    words = [str(script), "--count", "120"]
+    done = run_forked(words, cwd=script.parent, env=os.environ, timeout=100)
     assert done.returncode == 0, done.stderr
     assert " refused" in done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ import torch
 import fastload
 from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.storage.local import LocalStorage
+from tests.e2e.forked import forking_python
 
 INDEX = "model.safetensors.index.json"
 
@@ -131,7 +131,7 @@ def test_headers_that_never_come_hold_up_no_exit() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/model"
     process = subprocess.Popen(
-        [sys.executable, "-c", OPENS, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [forking_python(), "-c", OPENS, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         assert asked.wait(100), "the headers are being read"

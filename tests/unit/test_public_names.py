@@ -16,14 +16,20 @@ from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, 
 from tests.pages import PAGES, page
 
 PROGRAM = """
-import fastload, json, sys
+import json, sys, torch, torch.distributed
+before = set(sys.modules)
+import fastload
+imported = sorted(set(sys.modules) - before)
 early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.estimate.{name}" in sys.modules]
 missing = [name for name in (*sys.argv[1:], *fastload.__all__) if not hasattr(fastload, name)]
-print(json.dumps([early, missing, "estimate" in dir(fastload), fastload.estimate.sizing.__name__]))
+names = [early, missing, "estimate" in dir(fastload), fastload.estimate.sizing.__name__]
+print(json.dumps([imported, names]))
 """
 
 
-def test_what_the_pages_name_is_there_and_costs_nothing_before_it_is_used() -> None:
+@pytest.fixture(scope="module")
+def fresh() -> Any:
+    """What a new process imports with fastload, and which names it has then."""
     text = "\n".join(map(page, PAGES))
     text = re.sub(r"--arms \S+", "", text)  # a benchmark's own names of what it compares
     names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - {"json"}  # the record, a file
@@ -32,26 +38,23 @@ def test_what_the_pages_name_is_there_and_costs_nothing_before_it_is_used() -> N
         [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[], [], True, "fastload.estimate.sizing"]
+    return json.loads(done.stdout)
 
 
-IMPORTS = """
-import json, sys, torch, torch.distributed
-before = set(sys.modules)
-import fastload
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
+def test_what_the_pages_name_is_there_and_costs_nothing_before_it_is_used(fresh: Any) -> None:
+    _, names = fresh
+    assert names == [[], [], True, "fastload.estimate.sizing"]
+
+
 NOT_FOR_A_LOAD = set("cli estimate integrations saving staging training".split())
 OF_SOME_STORAGES = set(
     "bucket local_copy local_target object_target objects pending remote s3_target".split()
 )
 
 
-def test_the_import_is_what_a_load_needs() -> None:
+def test_the_import_is_what_a_load_needs(fresh: Any) -> None:
     """Each module costs about half a millisecond, and too many objects a collection of all of torch's."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    names = json.loads(done.stdout)
+    names, _ = fresh
     libraries = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
     assert libraries <= {"fastload", "xxhash"}
     own = [tuple(name.split(".")) for name in names if name.startswith("fastload.")]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-import subprocess
-import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import NAMES, safetensors_spec
 from fastload.formats.encoder import encode_state
+from tests.e2e.forked import run_forked
 
 
 def through_json(structure: Any) -> Any:
@@ -259,17 +259,16 @@ def test_an_array_and_a_tensor_of_the_same_memory_stay_tied() -> None:
 
 def test_numpy_is_imported_only_for_what_came_from_it() -> None:
     program = (
-        "import sys; from fastload.formats.values import decode_value, encode_value\n"
+        "import sys, torch\n"
+        "for name in [name for name in sys.modules if name.startswith('fastload')]: del sys.modules[name]\n"
         "sys.modules['numpy'] = None\n"
         "from fastload.formats.encoder import encode_state\n"
-        "from fastload.formats.decoder import decode_state; import torch\n"
+        "from fastload.formats.decoder import decode_state\n"
         "d = encode_state({'a': torch.ones(2), 'b': [1, {2}]})\n"
         "print(decode_state(d.structure, d.tensors)['b'])\n"
         "decode_state({'numpy': ['<f4', '00000000']}, {})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_forked(["-c", program], cwd=ROOT, env=os.environ, timeout=60)
     assert done.stdout.strip() == "[1, {2}]"
     assert "CheckpointError: the checkpoint holds NumPy values, NumPy cannot be imported" in done.stderr
 

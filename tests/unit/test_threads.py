@@ -15,6 +15,7 @@ import torch
 
 from fastload.base import threads
 from fastload.base.threads import Task, Workers
+from tests.e2e.forked import forking_python
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -146,4 +147,4 @@ def test_torch_uses_one_thread_for_a_thread_that_asks_for_it() -> None:
         "work(); other = threading.Thread(target=work); other.start(); other.join()\n"
         "assert found == [1, 3, 1, 3, 1, 3], found\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([forking_python(), "-c", code], check=True, timeout=60)
