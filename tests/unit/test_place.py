@@ -99,7 +99,7 @@ def test_cut_anywhere_into_anything(
     random.Random(seed).shuffle(pieces)
     for begin, end in pieces:
         writer.place(begin, torch.frombuffer(bytearray(space[begin:end]), dtype=torch.uint8))
-    writer.settle()
+    assert writer.follow()()
     for found, expected in zip(destinations, wanted, strict=True):
         assert torch.equal(found.tensor, expected)
 
