@@ -156,6 +156,12 @@ _WITH_VARIABLES = {**SETTINGS, **SAVE_SETTINGS}
 _ALL = {**_WITH_VARIABLES, "overwrite": _flag(None), "parts": _flag(False), "base": _path("checkpoint")}
 
 
+def named_staging(staging_bytes: int) -> str:
+    """Returns a limit of staging buffers as an error names it, and whether it is the default."""
+    is_default = staging_bytes == SETTINGS["staging_bytes"].default
+    return f"staging_bytes={staging_bytes}{', the default' if is_default else ''}"
+
+
 def _default(name: str) -> Any:
     setting = _WITH_VARIABLES[name]
     text = os.environ.get(f"FASTLOAD_{name.upper()}")

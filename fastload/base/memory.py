@@ -66,6 +66,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def power_of_two(value: int) -> int:
+    """Rounds up to a power of two."""
+    return 1 << (value - 1).bit_length()
+
+
 def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
     """Allocates a page-aligned uint8 host buffer, whose pages take memory once they are touched.
 
@@ -100,7 +105,7 @@ def allocate_buffers(count: int, nbytes: int, *, pinned: bool) -> list[Tensor]:
 
     def taken(together: int) -> int:
         num_full, left = divmod(count, together)
-        return num_full * _power_of_two(together * length) + (_power_of_two(left * length) if left else 0)
+        return num_full * power_of_two(together * length) + (power_of_two(left * length) if left else 0)
 
     together = min(range(1, count + 1), key=taken) if pinned and can_pin() else 1
     buffers: list[Tensor] = []
@@ -109,11 +114,6 @@ def allocate_buffers(count: int, nbytes: int, *, pinned: bool) -> list[Tensor]:
         memory = allocate_staging((number - 1) * length + nbytes, pinned=pinned)
         buffers += [memory[at * length : at * length + nbytes] for at in range(number)]
     return buffers
-
-
-def _power_of_two(value: int) -> int:
-    """Rounds up to a power of two."""
-    return 1 << (value - 1).bit_length()
 
 
 def allocate(

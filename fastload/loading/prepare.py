@@ -25,13 +25,13 @@ from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
-from fastload.errors import Interrupted
+from fastload.errors import Interrupted, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Runs
 from fastload.loading.access import Access
 from fastload.loading.match import Match, Request
 from fastload.loading.targets import Destination, TensorWriter, parse_dtype
-from fastload.options import LoadOptions
+from fastload.options import LoadOptions, named_staging
 from fastload.transfer.buffers import Plan, Writer
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.links import accept_offers
@@ -363,19 +363,24 @@ def _open_common(matched: MatchedRequest) -> Job:
     staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the stream buffer has the other half
     between_devices = bool(matched.backend) and not decision.alone
     shares_memory = not between_devices and not decision.alone
-    plan = plan_transfer(
-        [] if matched.match.is_mapped else extents,
-        decision.readers_for(world.rank),
-        decision.recipients_with(world.rank, world.size),
-        staging_bytes=staging_bytes,
-        chunk_bytes=options.chunk_bytes,
-        block_bytes=opened.block_bytes,
-        even_slots=between_devices,
-        contiguous=access.is_mounted and not is_stream,
-        hosts=access.hosts,
-        num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
-        to_device=is_accelerator(matched.match.device) and not between_devices,
-    )
+    try:
+        plan = plan_transfer(
+            [] if matched.match.is_mapped else extents,
+            decision.readers_for(world.rank),
+            decision.recipients_with(world.rank, world.size),
+            staging_bytes=staging_bytes,
+            chunk_bytes=options.chunk_bytes,
+            block_bytes=opened.block_bytes,
+            even_slots=between_devices,
+            contiguous=access.is_mounted and not is_stream,
+            hosts=access.hosts,
+            num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
+            to_device=is_accelerator(matched.match.device) and not between_devices,
+        )
+    except OptionError as error:
+        if not is_stream:
+            raise
+        raise OptionError(f"{error}, half of {named_staging(options.staging_bytes)}") from None
     if is_stream:
         plan = plan.deeper(staging_bytes)
     return open_job(matched, plan, sum(extent.nbytes for extent in extents))

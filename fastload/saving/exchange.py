@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view, round_up
+from fastload.base.memory import PAGE_BYTES, allocate_buffers, allocate_staging, host_view, round_up
 from fastload.base.threads import Task
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -55,8 +55,11 @@ class BufferRing:
         """Returns the buffer for an index. Its last user must have finished."""
         count, largest, pinned = self.kind
         turn = index % count
-        if turn not in self._buffers:
-            self._buffers[turn] = allocate_staging(largest, pinned=pinned)
+        if turn not in self._buffers and pinned:  # page-locked ones take less memory together
+            for number, buffer in enumerate(allocate_buffers(count, largest, pinned=True)):
+                self._buffers.setdefault(number, buffer)
+        elif turn not in self._buffers:
+            self._buffers[turn] = allocate_staging(largest, pinned=False)
         return self._buffers[turn]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import OptionError
+from fastload.options import named_staging
 from fastload.saving.agree import RankState, SaveAgreement
 from fastload.saving.call import SaveCall
 from fastload.saving.layout import Layout
@@ -72,7 +73,7 @@ class StagingDepths(NamedTuple):
             if depths.num_buffers * unit_bytes <= staging_bytes:
                 return depths
         raise OptionError(
-            f"staging_bytes={staging_bytes}: a save of shards to this storage needs at least "
+            f"{named_staging(staging_bytes)}: a save of shards to this storage needs at least "
             f"{least.num_buffers * unit_bytes}: {least.num_buffers} buffers of {unit_bytes} bytes, the "
             "shortest part that it takes"
         )

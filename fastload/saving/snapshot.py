@@ -17,7 +17,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from fastload.base.devices import adopt_device, can_pin, own_device
-from fastload.base.memory import PAGE_BYTES, allocate_staging, round_up
+from fastload.base.memory import PAGE_BYTES, allocate_staging, power_of_two, round_up
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import ProcessLock, one_torch_thread
 from fastload.errors import StateChanged, some_of
@@ -150,12 +150,27 @@ class Snapshot:
 def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """Returns the buffer and offset of each message, and the lengths of the buffers, at least one."""
     offsets, lengths = [], [0]
+    longest, left, room = max(sizes, default=0), sum(sizes), 0
     for size in sizes:
-        if lengths[-1] and lengths[-1] + size > _BUFFER_BYTES:
+        if lengths[-1] and lengths[-1] + size > room:
             lengths.append(0)
+        if not lengths[-1]:
+            room = _room(size, left) if longest > _BUFFER_BYTES else _BUFFER_BYTES
+        left -= size
         offsets.append((len(lengths) - 1, lengths[-1]))
         lengths[-1] += size
     return offsets, [max(length, PAGE_BYTES) for length in lengths]
+
+
+def _room(size: int, left: int) -> int:
+    """Returns the length of a buffer for long messages: the power of two of which least is not used.
+
+    Args:
+        size: Bytes of the first message; others are probably as long.
+        left: Bytes of this one and of all later ones.
+    """
+    lengths = [power_of_two(size) << shift for shift in range(4)]
+    return min(lengths, key=lambda length: length / min(left, length // size * size))
 
 
 class _PieceQueue:

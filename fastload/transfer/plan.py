@@ -35,6 +35,7 @@ from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, merged
+from fastload.options import named_staging
 from fastload.transfer.messages import Message, Ranks, joined, ring_order
 
 _NEAR = 1.42  # so that a power of 2 is always near
@@ -276,7 +277,7 @@ def choose_sizes(
     depth = min(MAX_DEPTH, staging_bytes // size.part_bytes(together))
     useful = _round_to_blocks(max(1, min(share_bytes, _least_useful(spare))), size)
     if size.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == MAX_DEPTH and together >= useful):
-        _require_fit(depth, together, size, staging_bytes)
+        _require_fit(depth, together, size, staging_bytes, is_given=chunk_bytes is not None)
         return Sizes(together, 1, depth, 0)
     return _choose_windowed(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
 
@@ -294,6 +295,7 @@ def _choose_windowed(
     spare = (staging_bytes - own_bytes) * size.num_sharing // MAX_DEPTH - size.once_bytes
     spare = min(spare, max(total_bytes // _AHEAD_PART, _LEAST_ROUND_BYTES))
     share_bytes = -(-total_bytes // num_readers)
+    is_given = chunk_bytes is not None
     if chunk_bytes is None:
         good_bytes = _round_to_blocks(_good_windowed_bytes(share_bytes, spare), size)
         num_windows = min(num_readers, choose_num_windows(num_hosts, num_readers * good_bytes / spare, 2))
@@ -309,7 +311,7 @@ def _choose_windowed(
     ahead = min(max(ahead, MAX_DEPTH), most_own * num_windows)
     own_bytes = -(-ahead // num_windows) * size.own_bytes(chunk_bytes)
     depth = min(MAX_DEPTH, (staging_bytes - own_bytes) // size.part_bytes(chunk_bytes))
-    _require_fit(depth, chunk_bytes, size, staging_bytes)
+    _require_fit(depth, chunk_bytes, size, staging_bytes, is_given=is_given)
     return Sizes(chunk_bytes, num_windows, min(depth, ahead), ahead)
 
 
@@ -360,14 +362,22 @@ def _pages(nbytes: int) -> int:
     return nbytes // PAGE_BYTES * PAGE_BYTES
 
 
-def _require_fit(depth: int, chunk_bytes: int, size: RoundSize, staging_bytes: int) -> None:
+def _require_fit(
+    depth: int, chunk_bytes: int, size: RoundSize, staging_bytes: int, *, is_given: bool
+) -> None:
     # Shared memory takes one buffer more than rounds in flight.
     if depth < (2 if size.num_sharing > 1 else 1):
         longest = size.longest_block_bytes
         why = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
-        raise OptionError(
-            f"chunk_bytes={chunk_bytes}: one round does not fit into staging_bytes={staging_bytes}{why}"
-        )
+        what = named_chunk(chunk_bytes, "one round", is_given=is_given)
+        raise OptionError(f"{what} does not fit into {named_staging(staging_bytes)}{why}")
+
+
+def named_chunk(chunk_bytes: int, what: str, *, is_given: bool) -> str:
+    """Returns what a chunk is too long for, as an error names it: its length as an option only if given."""
+    if is_given:
+        return f"chunk_bytes={chunk_bytes}: {what}"
+    return f"{what} in chunks of {chunk_bytes} bytes, the least possible,"
 
 
 _FEW_READERS = 8
@@ -659,6 +669,8 @@ class TransferView:
         self._plan = plan
         self._rank = rank
         self._is_wanted = rank in plan.recipients
+        self._others_read = tuple(plan.readers) != (rank,)
+        self._last: tuple[int, Chunk, list[ByteRange]] = (-1, Chunk(0, 0), [])
 
     def readers(self, index: int) -> Collection[int]:
         """Returns the ranks that may read in a round."""
@@ -666,26 +678,36 @@ class TransferView:
 
     def reads(self, index: int) -> list[ByteRange]:
         """Returns the byte ranges that the rank reads in a round."""
-        return self._plan.byte_ranges(self._plan.chunk(index, self._rank))
+        return self._own(index)[1]
 
     def outgoing(self, index: int) -> list[Message]:
         """Returns the message of the rank's chunk of a round, if any."""
-        return self._messages({self._rank: self._plan.chunk(index, self._rank)})
+        chunk, byte_ranges = self._own(index)
+        if not (chunk.nbytes and self._plan.recipients):
+            return []
+        return [self._message(self._rank, chunk, byte_ranges, [Runs(0, chunk.nbytes, ())])]
 
     def incoming(self, index: int) -> list[Message]:
         """Returns the messages to the rank of other ranks' chunks of a round."""
-        chunks = self._plan.chunks(index) if self._is_wanted else {}
-        return self._messages({reader: chunk for reader, chunk in chunks.items() if reader != self._rank})
+        chunks = self._plan.chunks(index) if self._is_wanted and self._others_read else {}
+        return [
+            self._message(reader, chunk, self._plan.byte_ranges(chunk), [])
+            for reader, chunk in chunks.items()
+            if reader != self._rank and chunk.nbytes
+        ]
 
-    def _messages(self, chunks: Mapping[int, Chunk]) -> list[Message]:
-        ranks, messages = self._plan.recipients, []
-        for reader, chunk in chunks.items() if ranks else ():
-            if chunk.nbytes:
-                byte_ranges = self._plan.byte_ranges(chunk) if self._is_wanted else []
-                pieces = [Runs(0, chunk.nbytes, ())] if reader == self._rank else []
-                ranges = joined([(byte_range.start, byte_range.nbytes) for byte_range in byte_ranges])
-                messages.append(Message(reader, ranks, chunk.nbytes, ranges, pieces))
-        return messages
+    def _own(self, index: int) -> tuple[Chunk, list[ByteRange]]:
+        """Returns the rank's chunk of a round, and its byte ranges; computed once for a round in a row."""
+        if self._last[0] != index:
+            chunk = self._plan.chunk(index, self._rank)
+            self._last = index, chunk, self._plan.byte_ranges(chunk)
+        return self._last[1:]
+
+    def _message(
+        self, reader: int, chunk: Chunk, byte_ranges: Sequence[ByteRange], pieces: list[Runs]
+    ) -> Message:
+        ranges = [(each.start, each.nbytes) for each in byte_ranges] if self._is_wanted else []
+        return Message(reader, self._plan.recipients, chunk.nbytes, joined(ranges), pieces)
 
 
 def plan_transfer(

@@ -22,9 +22,10 @@ from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, join_adjacent, merged
+from fastload.options import named_staging
 from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import DEVICE_DEPTH, MAX_DEPTH, Chunk, good_chunk_bytes
+from fastload.transfer.plan import DEVICE_DEPTH, MAX_DEPTH, Chunk, good_chunk_bytes, named_chunk
 
 
 class HeldRange(NamedTuple):
@@ -309,10 +310,11 @@ def plan_routes(
     if shares is None:
         raise IncompleteCheckpoint("no rank has some of the requested bytes of the checkpoint")
     need = _RoundBytes(sharing, shares)
+    is_given = chunk_bytes is not None
     if chunk_bytes is None:
         share_bytes = -(-sharing.total_bytes // len(readers))
         chunk_bytes = need.fitting(good_chunk_bytes(share_bytes), staging_bytes)
-    sizes = need.sizes(chunk_bytes, staging_bytes)
+    sizes = need.sizes(chunk_bytes, staging_bytes, is_given=is_given)
     plan = RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, holders)
     return plan.deeper(DEVICE_DEPTH) if to_device else plan
 
@@ -368,8 +370,15 @@ class _RoundBytes:
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
         return max(chunk_bytes, self._sharing.longest_unit_bytes)
 
-    def sizes(self, chunk_bytes: int, staging_bytes: int) -> tuple[int, int, int, int]:
+    def sizes(
+        self, chunk_bytes: int, staging_bytes: int, *, is_given: bool = False
+    ) -> tuple[int, int, int, int]:
         """Returns chunk_bytes, depth, buffer_bytes and staging_bytes of a plan.
+
+        Args:
+            chunk_bytes: Length of a chunk.
+            staging_bytes: Most bytes for all buffers of one rank together.
+            is_given: Whether the user chose the length.
 
         Raises:
             OptionError: Not even one round fits.
@@ -379,10 +388,9 @@ class _RoundBytes:
         if depth < 1:
             blocks, num_readers = self._sharing.block_bytes, max(map(len, self._suppliers), default=0)
             why = f" (checksum blocks have {blocks}: verify=False reads without)" if blocks else ""
-            raise OptionError(
-                f"chunk_bytes={chunk_bytes}: what comes from {num_readers} readers at once does not fit into "
-                f"staging_bytes={staging_bytes}{why}"
-            )
+            what = f"what comes from {num_readers} readers at once"
+            what = named_chunk(chunk_bytes, what, is_given=is_given)
+            raise OptionError(f"{what} does not fit into {named_staging(staging_bytes)}{why}")
         return chunk_bytes, depth, buffer_bytes, staging_bytes
 
 

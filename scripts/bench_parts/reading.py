@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,12 +169,13 @@ class _Nowhere:
 
     def place(self, start: int, data: Tensor) -> None: ...
 
-    def settle(self) -> None: ...
+    def follow(self) -> Callable[[], bool]:
+        return lambda: True
 
 
 @cache
-def _kept(number: int, nbytes: int) -> Tensor:
-    return allocate_staging(nbytes, pinned=False).fill_(1)
+def _kept(count: int, nbytes: int) -> list[Tensor]:
+    return [allocate_staging(nbytes, pinned=False).fill_(1) for _ in range(count)]
 
 
 def _into_buffers(folder: Path, threads: int) -> None:
@@ -183,7 +183,6 @@ def _into_buffers(folder: Path, threads: int) -> None:
 
     They are kept, as torch keeps memory that is page-locked.
     """
-    numbers = count()
     options = LoadOptions(read_threads=threads)
     with fastload.open(folder, options=options) as opened:
         session: Opened = opened._session.opened
@@ -194,10 +193,11 @@ def _into_buffers(folder: Path, threads: int) -> None:
             staging_bytes=options.staging_bytes,
             chunk_bytes=None,
             block_bytes=session.block_bytes,
+            to_device=True,
         )
         assert isinstance(plan, TransferPlan)
         reader = session.open_reader(plan, in_parts=False)
-        LocalTransport.allocate_own = lambda self, nbytes: _kept(next(numbers), nbytes)  # type: ignore[method-assign]
+        LocalTransport.allocate_own = lambda self, *sizes: _kept(*sizes)  # type: ignore[method-assign]
         pipeline = Pipeline(session.world, plan, reader, _Nowhere(), progress=None)
         pipeline.run()
         assert pipeline.placed_bytes == plan.total_bytes

@@ -17,7 +17,7 @@ from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.plan import Chunk, ReaderWindows, TransferPlan
+from fastload.transfer.plan import Chunk, ReaderWindows, TransferPlan, plan_transfer
 from tests.unit.plans import plan_for_all, staged_bytes
 
 
@@ -247,6 +247,27 @@ def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
     assert (plan(largest).depth, plan(largest).num_windows) == (1, 3)
     with pytest.raises(OptionError, match=rf"chunk_bytes={largest + 1}: .* fit into staging_bytes=1048576"):
         plan(largest + 1)
+
+
+def test_errors_name_no_option_that_nobody_gave() -> None:
+    def message(*, chunk_bytes: int | None, staging_bytes: int) -> str:
+        with pytest.raises(OptionError) as raised:
+            plan_transfer(
+                entries((1 << 30, 0, False)),
+                (0,),
+                (0,),
+                staging_bytes=staging_bytes,
+                chunk_bytes=chunk_bytes,
+                block_bytes=1 << 29,
+            )
+        return str(raised.value)
+
+    chosen = message(chunk_bytes=None, staging_bytes=256 << 20)
+    assert "chunk_bytes" not in chosen
+    assert "fit into staging_bytes=268435456, the default (checksum blocks have 536870912" in chosen
+    given = message(chunk_bytes=1 << 29, staging_bytes=1 << 20)
+    assert given.startswith("chunk_bytes=536870912: ")
+    assert "fit into staging_bytes=1048576 (checksum blocks" in given
 
 
 @given(plans(), st.data())

@@ -76,6 +76,23 @@ def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_
     assert sum(map(power_of_two, asked)) <= num_buffers * _BUFFER_BYTES
 
 
+@pytest.mark.parametrize("num_messages", [1, 3, 11, 20])
+def test_messages_longer_than_a_buffer_share_longer_ones(
+    monkeypatch: pytest.MonkeyPatch, num_messages: int
+) -> None:
+    monkeypatch.setattr(snapshot, "_BUFFER_BYTES", _BUFFER_BYTES)
+    tensor = torch.arange(num_messages * 9 * PAGE_BYTES, dtype=torch.int64).to(torch.uint8)
+    specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20)
+    messages = messages_of(layout, 9 * PAGE_BYTES)
+    pool = NotingPool(1)
+    taken = Snapshot(StateReader(layout, {"t": tensor}), messages, pool)
+    assert b"".join(taken.get(each).numpy().tobytes() for each in messages) == tensor.numpy().tobytes()
+    [asked] = pool.asked
+    alone = power_of_two(9 * PAGE_BYTES)  # of one message
+    assert sum(map(power_of_two, asked)) <= min(len(messages) * alone, 1.15 * tensor.nbytes + alone)
+
+
 def test_memory_is_used_again_by_a_snapshot_of_the_same_length() -> None:
     tensor = torch.zeros(1 << 20)
     specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
