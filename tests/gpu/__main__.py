@@ -19,7 +19,9 @@ _AT_ONCE = 20
 @click.option("--first", default=0, show_default=True, help="The first seed.")
 @click.option("--ranks", default=4, show_default=True)
 @click.option("--cuda", is_flag=True, help="On CUDA devices instead of emulated ones.")
-@click.option("--mode", type=click.Choice([*MODES]), default="plain", show_default=True, help="Of emulated ones.")
+@click.option(
+    "--mode", type=click.Choice([*MODES]), default="plain", show_default=True, help="Of emulated ones."
+)
 def main(draws: int, first: int, ranks: int, cuda: bool, mode: str) -> None:
     """Runs draws, and stops at the first that goes wrong."""
     for begin in range(first, first + draws, _AT_ONCE):

@@ -24,8 +24,8 @@ from tests.dist.test_sharded_failures import before_reads
 __all__ = ["Devices", "on_devices"]
 
 BACKENDS = {NAME: "emccl", "cuda": "nccl"}
-_ALL_MODES = "FASTLOAD_TEST_MODES"  # environment: "all", or names of `MODES` with commas
-_OWN_CONTEXT_ONLY = True  # whether a test fails if its rank makes a context on a device of others
+_WANTED_MODES = "FASTLOAD_TEST_MODES"  # environment: "all", or names of `MODES` with commas
+_OWN_CONTEXT_ONLY = True  # whether a test fails if a rank makes a context on a device of another one
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -133,9 +133,9 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
 
     Options are those of `harness.ranks`. The default process group of the ranks has Gloo for host memory and
     the accelerator's backend for devices. On the emulated accelerator the test fails if anything touched
-    memory in the wrong order, even if no byte was wrong, and if a rank made a context on another one's device.
-    Its mode depends on the name of the test, which prints it; with ``FASTLOAD_TEST_MODES`` in the environment
-    it runs in several.
+    memory in the wrong order, even if no byte was wrong, and if a rank made a context on a device of another
+    one. It runs in one mode, which depends on its name and is in its output, or in those that the environment
+    names as FASTLOAD_TEST_MODES.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
@@ -148,7 +148,8 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
                 return body(devices=Devices(kind, rank), rank=rank, world=world, **fixtures)
 
         parameters = [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("rank", "world", "kind", "device_mode", *names)
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY)
+            for n in ("rank", "world", "kind", "device_mode", *names)
         ]
         on_rank.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         on_rank.__module__, on_rank.__qualname__ = body.__module__, body.__qualname__
@@ -165,8 +166,8 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
 
 
 def _modes() -> list[str]:
-    """Returns the modes that each test runs in; an empty one depends on its name."""
-    named = os.environ.get(_ALL_MODES, "")
+    """Returns the modes that each test runs in; an empty one depends on the test's name."""
+    named = os.environ.get(_WANTED_MODES, "")
     return list(MODES) if named == "all" else named.split(",")
 
 
@@ -195,4 +196,4 @@ def _entered(kind: str, mode: str, rank: int, world: int) -> Iterator[None]:
         assert accelerator().faults() == []
         own = rank % torch.accelerator.device_count()
         elsewhere = {device: names for device, names in accelerator().contexts().items() if device != own}
-        assert not (_OWN_CONTEXT_ONLY and elsewhere), f"contexts on other ranks' devices, by threads: {elsewhere}"
+        assert not (_OWN_CONTEXT_ONLY and elsewhere), f"contexts on devices of other ranks: {elsewhere}"
