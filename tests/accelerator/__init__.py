@@ -12,11 +12,12 @@
 Every process has four devices. As far as the host can see they behave like CUDA devices at their worst:
 
 - **Memory** is the device's own. A host that touches it, by ``data_ptr()``, dies of SIGSEGV.
-- **Streams** are threads, and come from pools that hand them out in turn: 32 for each device and priority. Each
-  communicator takes its own when it connects, one of priority -1 if ``TORCH_EMCCL_HIGH_PRIORITY=1`` is in the
-  environment. So a stream is sooner or later also somebody else's. Every operator, copy and collective only starts when it is called, and ends after
+- **Streams** are threads. Every operator, copy and collective only starts when it is called, and ends after
   the delay that a test has set. Only ``item()``, blocking copies, and operators whose result's shape depends
   on values wait.
+- **Pools** of 32 streams, one for each device and priority, hand them out in turn. Communicators take their
+  own from them, too, when they connect: of priority -1 with ``TORCH_EMCCL_HIGH_PRIORITY=1`` in the
+  environment. So every stream is sooner or later also somebody else's.
 - **Copies** with ``non_blocking=True`` are asynchronous both with pinned and with pageable memory: what a
   program reads or frees too early is wrong, on every run that has a delay.
 - **Freed memory** belongs to its stream, which gets it again at once. It is filled with 0xDB by an operation
@@ -24,16 +25,17 @@ Every process has four devices. As far as the host can see they behave like CUDA
 - **Collectives** of the backend ``emccl`` behave as those of NCCL. They run on streams, `Work.wait` keeps the
   current stream and not the host, and every communicator runs its operations in the order of the calls. Where
   ranks call different ones, or a rank is gone, the others hang until they abort.
+- **Groups**, which ``_start_coalescing`` opens, belong to the calling thread. One that an error leaves open
+  keeps the thread's later calls from being launched, on all communicators, though they seem to end.
+- **Watchdogs** look after communicators, but for those made with ``TORCH_EMCCL_BLOCKING_WAIT=1`` in the
+  environment, whose `Work.wait` keeps the host. See `Emulator.watchdog` and `Mode.dump_s`.
+- **Contexts** are made when CUDA makes them; see `Emulator.contexts`.
 - **Order** is checked, however the threads run: two operations on the same bytes of which one writes, on
   streams that do not wait for each other, are a fault. So is the reuse of memory that another stream may
   still use. `Emulator.faults` has them; a test ends by asserting that there are none.
 
-- **Communicators** have a watchdog, unless they are made with ``TORCH_EMCCL_BLOCKING_WAIT=1`` in the environment:
-  then `Work.wait` keeps the host, too. ``_start_coalescing`` opens a group of the calling thread. After an error
-  inside, it stays open, and what this thread calls on any communicator is not launched.
-- **Contexts** are made as CUDA makes them: `Emulator.contexts` has them.
-
-In what devices, drivers and versions do differently, a test is in one `Mode`: `Emulator.mode`.
+Devices, drivers and versions differ in some ways, and fastload has to be right with all: a process is in one
+`Mode`, which `Emulator.mode` sets.
 
 Limits: there is no `split_group`, and sends and receives run on the communicator of their group, not on one
 for each pair of ranks.
@@ -65,28 +67,29 @@ POISON = 0xDB  # each byte of memory that was freed
 
 
 class Mode(NamedTuple):
-    """What the emulated accelerator does in one of several ways that all occur."""
+    """How the emulated accelerator behaves where devices, drivers and versions differ."""
 
     pool: int = 32
     """Streams that a device has for each priority."""
     one_queue: bool = False
-    """With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, operations of a device begin in the order in which they were launched.
+    """Whether operations of a device begin in the order of their launches: ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
 
-    One that cannot yet, since its stream is busy or it waits for an event, holds up all later ones of all streams.
-    Those that have begun run at the same time.
+    One that cannot begin, since its stream is busy or it waits for an event, keeps all that was launched
+    later waiting, on any stream. What has begun runs at the same time.
     """
     slow_aborts: bool = False
-    """Aborting frees memory, and so returns when all that was launched on the device is over, by whomever."""
+    """Whether an abort returns when all that was launched on the device has ended: it frees memory."""
     ready_s: float | None = None
-    """``eager_connect_single_device`` returns at once, and begins to connect after this time.
+    """How long after ``eager_connect_single_device``, which returns at once, connecting begins.
 
-    An operation that is called before all ranks are connected waits for them. So does ``abort``, behind it, for
-    at most ``TORCH_EMCCL_NONBLOCKING_TIMEOUT`` seconds (30 min).
+    The first operation waits until all ranks are connected. An ``abort`` waits behind it, for at most
+    ``TORCH_EMCCL_NONBLOCKING_TIMEOUT`` seconds (30 min). None: connecting waits, and cannot be aborted.
     """
     dump_s: float | None = None
-    """How long a process outlives a failure that the watchdog of any communicator of its job has seen.
+    """How long a process goes on after a communicator of its job has failed, in any process of the job.
 
-    It lives if it has no other communicator with a watchdog. An abort is no failure; a rank that is gone is one.
+    The failed one has a watchdog, and so has another one in the process that ends. An abort is no failure;
+    a timeout and a rank that is gone are. None: it goes on.
     """
 
 
@@ -136,7 +139,7 @@ class Emulator:
         library.emu_on_use(self._on_use)
 
     def mode(self, mode: str | Mode) -> None:
-        """Sets the mode of this process, by its name in `MODES` or as it is."""
+        """Sets the mode of this process: one of `MODES` by its name, or any other."""
         if isinstance(mode, str):
             mode = MODES[mode]
         off = -1.0
@@ -151,14 +154,16 @@ class Emulator:
     def contexts(self) -> dict[int, list[str]]:
         """Returns the devices that have a context, with the names of the threads that set or used them.
 
-        As with CUDA 12, a thread makes a context by setting a device that is not its own yet: also when it sets
-        device 0 again, on which all threads begin. A guard, as `torch.accelerator.device_index`, does not.
+        As with CUDA 12, a thread makes a context by setting a device that is not its present one, so also by
+        setting device 0 again, where each begins. `torch.accelerator.device_index` sets it again only if it
+        has a context. Recording an event, waiting for it and freeing it set the stream's device and the one
+        before.
         """
         return {device: list(names) for device, names in sorted(self._contexts.items())}
 
     def _note_use(self, device: int) -> None:
-        # A thread that ends has no entry any more, when it lets go of its events; those of torch never have one,
-        # and `threading.current_thread` would make it.
+        # A thread that ends has no entry any more when it frees its events. Threads of torch never have one,
+        # and `threading.current_thread` would add it.
         ident = threading.get_ident()
         if thread := threading._active.get(ident):  # type: ignore[attr-defined]
             self._threads[ident] = thread.name

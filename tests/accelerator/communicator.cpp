@@ -24,7 +24,7 @@ namespace {
 std::atomic<bool> watched{false}; // whether a failed operation ends the process, as PyTorch's watchdog does
 
 const std::string kDumpSignal = "emccl dump signal";
-constexpr auto kHeartbeat = std::chrono::milliseconds(50);
+constexpr auto kHeartbeat = std::chrono::milliseconds(100);
 
 std::string environment(const char* name) {
   const char* found = std::getenv(name);
@@ -109,6 +109,7 @@ std::shared_ptr<Communicator> Communicator::make(
   std::shared_ptr<Communicator> made(new Communicator(std::move(store), rank, size, timeout));
   std::lock_guard<std::mutex> lock(all_mutex());
   all_calls().push_back(made->calls_);
+  std::erase_if(all_communicators(), [](const auto& each) { return each.expired(); });
   all_communicators().push_back(made);
   return made;
 }

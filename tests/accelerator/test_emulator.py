@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.accelerator import MODES, POISON, accelerator
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.patience import patient
 
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool, torch.float64)
 
@@ -569,7 +570,7 @@ def test_an_abort_waits_behind_a_call_that_waits_for_a_rank(rank: int, world: in
             errors.append(str(error))
 
     calling = start(call)
-    time.sleep(0.5)  # it waits by now
+    time.sleep(patient(0.5))  # it waits by now
     group.abort()
     calling.join()
     assert "not ready in time" in errors[0]

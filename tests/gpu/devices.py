@@ -26,7 +26,7 @@ from tests.gpu import one_gpu
 __all__ = ["Devices", "on_devices"]
 
 BACKENDS = {NAME: "emccl", "cuda": "nccl"}
-_ALL_MODES = "FASTLOAD_TEST_MODES"  # environment: "all", or names of `MODES` with commas
+_WANTED_MODES = "FASTLOAD_TEST_MODES"  # environment: "all", or names of `MODES` with commas
 _TIMEOUT_S = 60.0
 
 
@@ -138,9 +138,9 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
 
     Options are those of `harness.ranks`. The default process group of the ranks has Gloo for host memory and
     the accelerator's backend for devices. On the emulated accelerator the test fails if anything touched
-    memory in the wrong order, even if no byte was wrong, and if a rank made a context on another's device.
-    Its mode depends on the name of the test, which prints it; with ``FASTLOAD_TEST_MODES`` in the environment
-    it runs in several.
+    memory in the wrong order, even if no byte was wrong, and if a rank made a context on a device of another
+    one. It runs in one mode, which depends on its name and is in its output, or in those that the environment
+    names as FASTLOAD_TEST_MODES.
     """
 
     def decorate(body: Callable[..., Any]) -> Any:
@@ -171,8 +171,8 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
 
 
 def _modes() -> list[str]:
-    """Returns the modes that each test runs in; an empty one depends on its name."""
-    named = os.environ.get(_ALL_MODES, "")
+    """Returns the modes that each test runs in; an empty one depends on the test's name."""
+    named = os.environ.get(_WANTED_MODES, "")
     return list(MODES) if named == "all" else named.split(",")
 
 
