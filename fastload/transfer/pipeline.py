@@ -77,9 +77,9 @@ class Starter:
         self._reader = reader
         self._transport = transport
         self._buffers = buffers
-        self._is_told = transport.starts_ahead is not None
+        self._is_ordered = transport.starts_ahead is not None
         # A failed call of NCCL can leave a group of calls open in its thread, for ever.
-        self._thread = Workers(1, "fastload-start", end_threads=self._is_told)
+        self._thread = Workers(1, "fastload-start", end_threads=self._is_ordered)
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()  # until `start_until`
         self._is_ending = self._has_ended = False
 
@@ -93,7 +93,7 @@ class Starter:
 
         Unless the transport has rounds started when it says so: then in `start_until`.
         """
-        if self._is_told:
+        if self._is_ordered:
             self._posted.append((work, read))
         else:
             self._thread.submit(partial(self._start_later, work, read))

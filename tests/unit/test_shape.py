@@ -26,7 +26,7 @@ DISTRIBUTED = {
     "comm/group.py",
     "comm/launch.py",
     "comm/rendezvous.py",
-    "transfer/device_transport.py",
+    "transfer/communicators.py",
     "transfer/links.py",
 }
 ENVIRONMENT = {
@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "comm/hosts.py",
     "comm/group.py",
     "comm/launch.py",
-    "transfer/device_transport.py",
+    "transfer/communicators.py",
     "transfer/links.py",
 }
 FILES = {
