@@ -6,6 +6,7 @@ The group's own ones carry no data, since the caller may be in the middle of a c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import threading
@@ -140,7 +141,8 @@ class CommunicatorSet:
         self._is_dropped = True
         groups, self.groups = self.groups, {}
         if not threading.main_thread().is_alive():
-            _left.append(groups)  # the process ends, and would not wait for the aborts
+            # The process ends, and would not wait for aborts, nor for the groups to abort themselves.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
             return
         for group in groups.values():
             # A thread each: an abort frees memory, and so waits for all kernels on the device, also for those
@@ -150,9 +152,6 @@ class CommunicatorSet:
 
     def disown(self) -> None:
         """Does nothing: a forked child cannot use the device."""
-
-
-_left: list[Any] = []  # communicators that are not aborted
 
 
 def _abort(group: Any) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastload.comm.group import backend_of
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.device_transport import broadcasts_of, groups_of, root_of, sent_to_roots
@@ -98,3 +101,21 @@ def test_few_groups_of_each_rank_are_used() -> None:
     ]  # the first bytes are for all five, the next for four, …
     assert groups_of(plan_of_wants(*more)) == ((0, 1, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4), (3, 4))
     assert groups_of(plan_of_wants(*more, part(0, 60))) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ("cpu:gloo,cuda:nccl", "nccl"),
+        ("cpu:gloo,cuda:ucc", ""),  # no communicators of fastload's own can be made of it
+        ("cpu:gloo,cuda:gloo", ""),
+        ("cpu:fake,cuda:fake", ""),
+        ("cpu:gloo", ""),
+        ("cpu:gloo,cuda:plugin", "plugin"),
+    ],
+)
+def test_backends_between_devices(monkeypatch: pytest.MonkeyPatch, config: str, found: str) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setitem(dist.Backend._plugins, "PLUGIN", None)
+    monkeypatch.setitem(dist.Backend._plugins, "FAKE", None)
+    assert backend_of(object(), "cuda") == found
