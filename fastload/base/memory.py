@@ -107,7 +107,7 @@ def allocate_buffers(count: int, nbytes: int, *, pinned: bool) -> list[Tensor]:
         num_full, left = divmod(count, together)
         return num_full * power_of_two(together * length) + (power_of_two(left * length) if left else 0)
 
-    together = min(range(1, count + 1), key=taken) if pinned and can_pin() else 1
+    together = min(range(1, count + 1), key=taken) if count and pinned and can_pin() else 1
     buffers: list[Tensor] = []
     while len(buffers) < count:
         number = min(together, count - len(buffers))

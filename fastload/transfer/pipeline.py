@@ -232,7 +232,7 @@ def _read(reader: ChunkReader, own: OwnChunk) -> Future[None]:
 
 
 _MAX_READ_THREADS = 8
-_PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones arrive
+_PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
 
 def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> int:
@@ -304,9 +304,10 @@ class Pipeline:
 
     The reader's threads read this rank's chunks. One thread passes them to the transport in plan order. The
     caller's thread places what has arrived and posts the next round into a free buffer. So at most
-    `plan.depth` rounds are in flight, a few of them already placed and being copied to a device. A chunk for
-    one piece of host memory is read, received and forwarded there; others go through the buffer. With several
-    windows, chunks are read ahead of the rounds in flight.
+    `plan.depth` rounds are in flight: the same ones on all ranks if these exchange anything; otherwise a few
+    of them are already placed, and being copied to a device. A chunk for one piece of host memory is read,
+    received and forwarded there; others go through the buffer. With several windows, chunks are read ahead
+    of the rounds in flight.
 
     Between devices the thread passes chunks on only when the caller's thread says so: one round ahead of the
     one that it waits for. So at the end of each step the same rounds have started on all ranks, and the
@@ -474,7 +475,7 @@ class Pipeline:
             unread = self._finish(plan, index, work)
             yield _ranges_in_place(work)
             self._placed.add(work)
-            self._placed.release(at_most=depth // _PLACED_PART)
+            self._placed.release(at_most=0 if plan.exchanges else depth // _PLACED_PART)
             if plan.in_lockstep:
                 broken.update(unread)
                 lacking += [(index, rank) for rank in unread]

@@ -47,8 +47,8 @@ class Device:
 
     def use_all_cores(self) -> None:
         """Gives torch as many threads as usual, next to a GPU; a process that is to fork has one."""
-        if self.kind == "cuda":
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        # In any case: of the threads of a backward pass, the first ones in a fork to set a number abort it.
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if self.kind == "cuda" else 1)
 
     def synchronize(self) -> None:
         """Waits for all that was queued on it."""

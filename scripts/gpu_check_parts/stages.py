@@ -18,7 +18,7 @@ from gpu_check_parts.ranks import end_with_parent
 from gpu_check_parts.results import Found, Results, read_results
 
 _MARGIN_S = 2.0  # in which a stage is to end by itself
-_GRACE_S = 3.0  # after the deadline, to clean up
+_GRACE_S = 6.0  # after the deadline, to clean up
 _MOST_LOG = 1 << 20  # characters of a stage
 
 

@@ -380,16 +380,16 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     patch = pytest.MonkeyPatch()
     for owner, name in (
-        (transport, "allocate_staging"),
+        (transport, "allocate_buffers"),
         (shared_memory, "_map"),
         (targets, "allocate"),
     ):
         real = getattr(owner, name)
 
-        def noted(*args: Any, real: Any = real, **kwargs: Any) -> torch.Tensor:
-            tensor = real(*args, **kwargs)
-            made.append(weakref.ref(tensor))
-            return tensor
+        def noted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            made.extend(map(weakref.ref, found if isinstance(found, list) else [found]))
+            return found
 
         patch.setattr(owner, name, noted)
     victim = rank == min(1, world - 1)

@@ -61,15 +61,15 @@ class Refusing(nn.Module):
 def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
-        (transport, "allocate_staging"), (shared_memory, "_map"),
+        (transport, "allocate_buffers"), (shared_memory, "_map"),
         (targets, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)
 
-        def noted(*args: Any, real: Any = real, **kwargs: Any) -> torch.Tensor:
-            tensor: torch.Tensor = real(*args, **kwargs)
-            made.append(weakref.ref(tensor))
-            return tensor
+        def noted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            made.extend(map(weakref.ref, found if isinstance(found, list) else [found]))
+            return found
 
         patch.setattr(owner, name, noted)
     return made

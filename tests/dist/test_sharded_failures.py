@@ -443,13 +443,14 @@ def kept_after(
     what: str, rank: int, path: Path, mesh: DeviceMesh, kind: str, patch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Tensor]] = []
-    owners = (transport, "allocate_staging"), (shared_memory, "_map")
+    owners = (transport, "allocate_buffers"), (shared_memory, "_map")
     for owner, name in owners:
         real = getattr(owner, name)
 
-        def noted(*args: Any, real: Any = real, **kwargs: Any) -> Tensor:
-            made.append(weakref.ref(tensor := real(*args, **kwargs)))
-            return tensor
+        def noted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            found = real(*args, **kwargs)
+            made.extend(map(weakref.ref, found if isinstance(found, list) else [found]))
+            return found
 
         patch.setattr(owner, name, noted)
     if what == "raise" and rank == 1:
