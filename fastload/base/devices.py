@@ -287,10 +287,6 @@ class DeviceStreams:
             stream.wait_stream(after)
         return DeviceStreams(copying)
 
-    def record_events(self) -> list[torch.Event]:
-        """Returns events that come after the work queued on these."""
-        return [stream.record_event() for stream in self._streams]
-
     def hold_caller(self) -> None:
         """Has this thread's current streams wait for the work queued on these; the host does not wait."""
         for stream in self._streams:

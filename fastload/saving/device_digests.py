@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fastload.base.bit_digests import BitDigester
-from fastload.base.devices import poll, record_use
+from fastload.base.devices import follow, poll, record_use
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
 
@@ -53,7 +53,7 @@ class PendingDigests:
         with self._streams.current():
             add(slice(num_held, None))
             self._sums = {device: digester.finish() for device, digester in digesters.items()}
-        self._ended = self._streams.record_events()
+            self._is_over = follow(self._streams.devices)
 
     def hold_caller(self) -> None:
         """Has this thread's current streams wait until all are computed; the host does not wait."""
@@ -65,6 +65,6 @@ class PendingDigests:
         Raises:
             DeadlineExceeded: They took longer than `limit_s` seconds, or what was queued before them.
         """
-        poll(lambda: all(event.query() for event in self._ended), "digests of tensors on devices", limit_s)
+        poll(self._is_over, "digests of tensors on devices", limit_s)
         found = {device: sums.digests() for device, sums in self._sums.items()}
         return [next(found[device]) for device in self._devices]
