@@ -40,16 +40,18 @@ _KEYS = {"block_bytes", "files", "format", "metadata", "state", "version"}
 _DELTA_KEYS = _KEYS | {"delta"}
 _STRIDES_KEYS = _DELTA_KEYS | {"strides"}
 _FILE_KEYS = {"checksums", "header_bytes", "header_checksum", "name", "nbytes"}
+# Before xxhash 4, the functions for one call hold the GIL, so that one core would hash for all threads.
+_RELEASES_GIL = int(xxhash.VERSION.partition(".")[0]) >= 4
 _SHORT_BYTES = 64 << 10  # hashed faster than other threads would wake up
 _MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
 
 
 def checksum(data: bytes | memoryview) -> bytes:
     """Returns the xxh3-64 of a block, most significant byte first; other threads run meanwhile."""
-    if len(data) <= _SHORT_BYTES:
+    if _RELEASES_GIL or len(data) <= _SHORT_BYTES:
         return xxhash.xxh3_64_digest(data)
     digest = xxhash.xxh3_64()
-    digest.update(data)  # before xxhash 4, the call above holds the GIL: one core would hash for all threads
+    digest.update(data)
     return digest.digest()
 
 

@@ -23,11 +23,13 @@ from fastload import LoadOptions
 from fastload.base.memory import allocate_staging, host_view
 from fastload.geometry.blocks import good_block_bytes
 from fastload.loading.prepare import Opened
+from fastload.options import IoMode
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.transport import LocalTransport
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 16 << 20
+_STAGING_BYTES = 256 << 20  # no cache holds as much
 _TENSOR_BYTES = 32 << 20
 
 
@@ -96,7 +98,8 @@ def _arms(
     }
     return {
         **{name: partial(_in_threads, work, nbytes) for name, work in hashed.items()},
-        "fastload, into buffers": lambda threads: partial(_into_buffers, folder, threads),
+        "fastload, into buffers": lambda threads: partial(_into_buffers, folder, threads, "buffered"),
+        "fastload, into buffers, direct": lambda threads: partial(_into_buffers, folder, threads, "direct"),
         "fastload, into tensors": lambda threads: partial(_into_tensors, folder, state, threads),
     }
 
@@ -135,16 +138,13 @@ def _hash(data: memoryview, block: int) -> None:
 
 
 def _in_threads(work: Work, nbytes: int, threads: int) -> Callable[[], None]:
-    """Returns a call that does some work for each chunk, with two touched buffers for each thread."""
-    buffers = [
-        [host_view(allocate_staging(_CHUNK_BYTES, pinned=False).fill_(1)) for _ in range(2)]
-        for _ in range(threads)
-    ]
+    """Returns a call that does some work for each chunk, in touched buffers that are used in turn."""
+    buffers = list(map(host_view, _kept(_STAGING_BYTES // _CHUNK_BYTES, _CHUNK_BYTES)))
 
     def share(thread: int) -> None:
         for number in range(thread, -(-nbytes // _CHUNK_BYTES), threads):
             offset = number * _CHUNK_BYTES
-            buffer = buffers[thread][number // threads % 2]
+            buffer = buffers[number % len(buffers)]
             work(number, offset, buffer[: min(_CHUNK_BYTES, nbytes - offset)])
 
     def run() -> None:
@@ -178,12 +178,12 @@ def _kept(count: int, nbytes: int) -> list[Tensor]:
     return [allocate_staging(nbytes, pinned=False).fill_(1) for _ in range(count)]
 
 
-def _into_buffers(folder: Path, threads: int) -> None:
+def _into_buffers(folder: Path, threads: int, io: IoMode) -> None:
     """Reads and verifies in the buffers from which a load copies to a device.
 
     They are kept, as torch keeps memory that is page-locked.
     """
-    options = LoadOptions(read_threads=threads)
+    options = LoadOptions(read_threads=threads, io=io, staging_bytes=_STAGING_BYTES)
     with fastload.open(folder, options=options) as opened:
         session: Opened = opened._session.opened
         plan = plan_transfer(

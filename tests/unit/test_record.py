@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import ChecksumError, FastloadError, ManifestError
+from fastload.formats import record
 from fastload.formats.record import Record, RecordedFile, checksum, parse
 
 ONE = RecordedFile("model.safetensors", 1000, 128, b"\x00\x01\x02\x03\x04\x05\x06\xff", b"\xab" * 16)
@@ -36,6 +37,16 @@ def test_the_text_is_what_the_format_says() -> None:
     assert RECORD.to_bytes() == sealed(BODY)
     assert RECORD.to_bytes().startswith(b'{"block_bytes":512,"checksum":"')
     assert parse(sealed(BODY)) == RECORD
+
+
+@pytest.mark.parametrize("releases_gil", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 64 << 10, (64 << 10) + 1, 1 << 20])
+def test_a_checksum_is_the_same_with_every_version_of_xxhash(
+    nbytes: int, releases_gil: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "_RELEASES_GIL", releases_gil)
+    data = bytes(range(251)) * (1 + nbytes // 251)
+    assert checksum(memoryview(data)[:nbytes]) == xxhash.xxh3_64_digest(data[:nbytes])
 
 
 json_values = st.recursive(
