@@ -36,7 +36,7 @@ class Nccl:
 def test_communicators_of_nccl(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], blocking: int | None
 ) -> None:
-    """Those that do not block hang at random before torch 2.10. None has a watchdog, whatever the user sets."""
+    """Those that do not block hang at random before torch 2.10. None has a watchdog."""
     monkeypatch.setattr(communicators, "_TORCH", version)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setenv(_VARIABLES[1], "3")
