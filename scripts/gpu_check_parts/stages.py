@@ -210,6 +210,7 @@ class StageProcess:
             os.setsid()
             end_with_parent()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has jobs ignore it
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             for number in (1, 2):
                 os.dup2(log, number)

@@ -37,12 +37,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def counting_calls() -> Iterator[Counter[str]]:
-    """Counts the calls of functions, those written in C too, in this thread and in those it starts."""
+    """Counts the calls of fastload's functions and those that they make in C, by the function.
+
+    In this thread and in those it starts. What else happens in the process, at any time, is not counted.
+    """
     counts: Counter[str] = Counter()
-    gc.collect()  # what other tests have left, which may have finalizers
+    package = str(Path(fastload.__file__).parent)
 
     def count(frame: Any, event: str, what: Any) -> None:
-        counts[event] += 1
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(package):
+            counts[f"{frame.f_code.co_name} {getattr(what, '__name__', '')}"] += 1
 
     threading.setprofile(count)
     sys.setprofile(count)
@@ -93,14 +97,15 @@ def test_reads_and_garbage_collections_do_not_grow_with_their_number(
     assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == _MANY
 
 
-@pytest.mark.parametrize(("ending", "allowed"), [(".safetensors", 100), ("", 150)])
+@pytest.mark.parametrize(("ending", "allowed"), [(".safetensors", 75), ("", 130)])
 def test_a_tensor_more_is_a_few_calls_more(folder: Path, ending: str, allowed: int) -> None:
-    numbers = []
+    found = []
     for count in (_FEW, _MANY):
         with counting_calls() as counts:
             fastload.load(folder / f"{count}{ending}")
-        numbers.append(counts["call"] + counts["c_call"])
-    assert numbers[1] - numbers[0] < allowed * (_MANY - _FEW)
+        found.append(counts)
+    more = found[1] - found[0]
+    assert more.total() < allowed * (_MANY - _FEW), more.most_common(30)
 
 
 def test_the_collector_is_put_off_and_put_back() -> None:
