@@ -38,8 +38,8 @@ class Checkpoint:
     _opening: ClassVar[ProcessLock] = ProcessLock()
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
-        self._session = Session(world, access, options)
         self._stream: StreamTransfer | BoxStreamTransfer | None = None
+        self._session = Session(world, access, options)
         self._turn = threading.RLock()
         with self._opening:
             self._all_open.add(self)
@@ -76,6 +76,11 @@ class Checkpoint:
             elif error is not None:
                 self._session.leave(error)
         self.close()
+
+    def __del__(self) -> None:
+        # Of a stream between devices, which leaves only when the caller says so, or has dropped everything.
+        if self._stream is not None and not self._session.is_inherited and threading.main_thread().is_alive():
+            self._stream.leave()
 
     def close(self) -> None:
         """Releases files and connections, those of a read under way as soon as it ends.
@@ -208,7 +213,7 @@ class Checkpoint:
                 self._stream = stream_boxes(self._session, names, boxes, device)
             else:
                 self._stream = stream_tensors(self._session, names, device, borrow=borrow)
-        return TensorStream(self._session, self._stream)
+        return TensorStream(self, self._session, self._stream)
 
     @contextmanager
     def _call(self, *, ends_stream: bool = True) -> Iterator[None]:

@@ -49,12 +49,18 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     """Pairs of a name and a tensor; made by `Checkpoint.tensors`, for all ranks to iterate over.
 
     A rank may leave it at any time, with ``break``, `close`, or by dropping it. It then does its part for the
-    other ranks until they have their tensors: in the background, or if data go from device to device in
-    `close` and that of its checkpoint. The transfer ends once all have left. As a
-    context manager, or within that of its checkpoint, an exception ends it on all ranks.
+    other ranks until they have their tensors, in the background. If data go from device to device, it does so
+    in `close`, in the next call of its checkpoint, or when both are dropped. The transfer ends once all ranks
+    have left. As a context manager, or within that of its checkpoint, an exception ends it on all ranks.
+
+    Args:
+        owner: Its checkpoint, which lives as long as it does.
+        session: The loads of the checkpoint.
+        transfer: The transfer.
     """
 
-    def __init__(self, session: Session, transfer: StreamTransfer | BoxStreamTransfer) -> None:
+    def __init__(self, owner: object, session: Session, transfer: StreamTransfer | BoxStreamTransfer) -> None:
+        self._owner = owner
         self._session = session
         self._transfer = transfer
 
@@ -600,7 +606,7 @@ class StreamBuffer:
 
         Args:
             in_place: (start, length) of byte ranges that were read or received into their tensors.
-            limit_s: As for `settle`.
+            limit_s: Longest wait for the device; see `synchronize`.
             give_up: Likewise.
         """
         for start, nbytes in in_place:

@@ -243,6 +243,32 @@ def test_tensors_one_by_one(devices: Devices, rank: int, world: int, tmp_path: P
 
 
 @on_devices(2)
+@pytest.mark.parametrize("how", ["open", "dropped"])
+def test_a_rank_leaves_a_stream_and_no_context(
+    devices: Devices, rank: int, world: int, tmp_path: Path, how: str
+) -> None:
+    """The other one gets all tensors, from the rank that drops all it has, or uses its checkpoint again."""
+    saved = written(tmp_path, rank)
+    options = fastload.LoadOptions(strategy="allgather", chunk_bytes=1021, timeout_s=20)
+    opened = fastload.open(tmp_path, options=options)
+    stream = opened.tensors(device=devices.device)
+    if how == "dropped":
+        del opened
+    names = []
+    for name, tensor in stream:
+        names.append(name)
+        del tensor
+        if rank == 0 and len(names) == 2:
+            break
+    del stream
+    assert len(names) == (2 if rank == 0 else len(saved))
+    if how == "open":
+        assert_same_bits(on_host(opened.load(device=devices.device)), saved)
+        opened.close()
+    devices.check_group()
+
+
+@on_devices(2)
 @pytest.mark.parametrize("boxes", [False, True])
 def test_loops_of_a_caller_with_many_streams(
     devices: Devices, rank: int, world: int, tmp_path: Path, boxes: bool
