@@ -196,7 +196,7 @@ class Workers:
     """A thread pool whose threads, unlike an executor's, do not delay the exit of the process.
 
     Args:
-        num_threads: Number of calls at once; calls begin in the order in which they are submitted.
+        num_threads: Most calls at once; calls begin in the order in which they are submitted.
         name: Prefix of the names of the threads, which start when they are needed.
         end_threads: Whether the threads serve nobody else afterwards.
     """
@@ -207,8 +207,14 @@ class Workers:
         self._end_threads = end_threads
         self._name = name
         self._threads: list[Task] = []
+        self._num_threads = 0  # of them, that will take another call
         self._lock = threading.Lock()
         self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were submitted and have not returned."""
+        return self._num_calls
 
     @property
     def is_idle(self) -> bool:
@@ -224,11 +230,18 @@ class Workers:
         """
         future: Future[T] = Future()
         with self._lock:
-            if self._num_calls >= len(self._threads) < self._most:
+            if self._num_calls >= self._num_threads < self._most:
                 self._start()
             self._num_calls += 1
         self._calls.put((call, future))
         return future
+
+    def set_most(self, num_threads: int) -> None:
+        """Changes the number of calls at once; calls under way go on."""
+        with self._lock:
+            self._most = num_threads
+            while self._num_threads < min(self._most, self._num_calls):
+                self._start()
 
     def _start(self) -> None:
         """Starts one more thread, unless the system cannot and there are others."""
@@ -237,11 +250,12 @@ class Workers:
         try:
             thread.start()
         except RuntimeError:
-            if not self._threads:
+            if not self._num_threads:
                 raise
-            self._most = len(self._threads)
+            self._most = self._num_threads
         else:
             self._threads.append(thread)
+            self._num_threads += 1
 
     def close(self, *, wait_s: float) -> bool:
         """Ends the threads after the calls submitted so far; returns whether they ended in time."""
@@ -253,7 +267,7 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
-        while (submitted := self._calls.get()) is not None:
+        while not self._ends_one() and (submitted := self._calls.get()) is not None:
             call, future = submitted
             del submitted
             try:
@@ -266,6 +280,13 @@ class Workers:
                 future.set_result(result)
                 del result
             del call, future  # so that an idle thread keeps no memory alive
+
+    def _ends_one(self) -> bool:
+        """Whether there is one thread too many."""
+        with self._lock:
+            is_too_many = self._num_threads > self._most
+            self._num_threads -= is_too_many
+        return is_too_many
 
     def _free(self) -> None:
         """Counts a thread as free, before its result is known and leads to the next call."""

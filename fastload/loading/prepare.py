@@ -36,7 +36,7 @@ from fastload.transfer.buffers import Plan, Writer
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
-from fastload.transfer.pipeline import Pipeline, read_threads
+from fastload.transfer.pipeline import Pipeline, pace_of
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
 from fastload.transfer.read import ChecksumCollector, ChunkReader, Guards, Verifier
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
@@ -84,13 +84,6 @@ class Opened:
         """This rank's share of its host's cores, at least 1."""
         return max(1, (os.cpu_count() or 1) // self.ranks_on_host)
 
-    def read_threads(self, plan: Plan) -> int:
-        """Returns how many reads this rank has in flight."""
-        in_order = self.access.storage.in_order
-        return read_threads(
-            self.options.read_threads, plan, ranks_on_host=self.ranks_on_host, in_order=in_order
-        )
-
     def open_reader(self, plan: Plan, *, in_parts: bool, shared: bool = False) -> ChunkReader:
         """Opens the reader of this rank's chunks.
 
@@ -99,12 +92,12 @@ class Opened:
             in_parts: Whether data may be read without their first byte; see `Guards`.
             shared: Whether other ranks of this host read the same bytes.
         """
-        manifest, storage = self.access.manifest, self.access.storage
+        manifest, storage, threads = self.access.manifest, self.access.storage, self.options.read_threads
         storage.share_reads(shared)
         return ChunkReader(
             storage,
             manifest.files,
-            threads=self.read_threads(plan),
+            pace=pace_of(threads, plan, ranks_on_host=self.ranks_on_host, in_order=storage.in_order),
             verifier=self.verifier,
             guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
             held=self.access.held,

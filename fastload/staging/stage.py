@@ -41,7 +41,7 @@ from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
 from fastload.storage.location import HTTP
 from fastload.transfer.links import accept_offers
-from fastload.transfer.pipeline import Pipeline, read_threads
+from fastload.transfer.pipeline import Pipeline, pace_of
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
 
@@ -264,14 +264,9 @@ class Stage:
         if missing.complete:
             patience = Patience(options.retries, world.patience_s / 2)
             storage = PatientStorage(LocalStorage(self._path, options.io), patience)
-        threads = read_threads(
-            options.read_threads,
-            plan,
-            ranks_on_host=1,
-            in_order=storage.in_order,
-        )
+        pace = pace_of(options.read_threads, plan, ranks_on_host=1, in_order=storage.in_order)
         files = inventory.files if missing.complete else at_source(self._access.manifest, inventory.files)
-        reader = ChunkReader(storage, files, threads=threads)
+        reader = ChunkReader(storage, files, pace=pace)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         writer = FileWriter(
             world,

@@ -125,6 +125,7 @@ class Storage(ABC):
         self.url = location.url
         self.secrets = Secrets(location, {})
         self._count = ByteCounter()
+        self._heard: Callable[[float], object] = lambda after_s: None
 
     @property
     def shared(self) -> bool:
@@ -191,6 +192,10 @@ class Storage(ABC):
 
         If they do, reads through the page cache cost less than direct ones.
         """
+
+    def listen(self, heard: Callable[[float], object]) -> None:
+        """Has a function called with the seconds from each request for data to its first byte, if known."""
+        self._heard = heard
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         """Returns all of a small file, and keeps no descriptor open.

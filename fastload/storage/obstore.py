@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -417,7 +418,9 @@ class ObjectStorage(WritableStorage):
             return
 
         def get(key: str) -> tuple[Any, Any]:
+            asked_s = time.monotonic()
             result = get_range(self.store, key, offset, nbytes)
+            self._heard(time.monotonic() - asked_s)
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)

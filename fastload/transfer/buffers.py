@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
@@ -62,12 +64,12 @@ class Arrival(NamedTuple):
 
 
 class Buffers:
-    """One buffer for each round in flight, used in rotation.
+    """One buffer for each round in flight, used in rotation, and memory for the chunks that this rank reads.
 
     A chunk that this rank requests as it is, and a message for one piece of memory, are read and received
     directly into their destination, unless another rank of the host copies them from here. All others stay in
-    the buffer until they are placed and forwarded. Buffers on a device hold all of them: chunks are read into
-    host memory and packed on the device.
+    memory of the chunk, or in the buffer, until they are placed and forwarded. Buffers on a device hold all
+    of them: chunks are read into host memory and packed on the device.
 
     Args:
         plan: The rounds.
@@ -90,15 +92,9 @@ class Buffers:
         self._transport = transport
         self._writer = writer
         self.wanted_bytes = self._view.wanted_bytes
-        buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
-        self._alone_bytes = 0 if plan.exchanges else own_bytes  # of a buffer, for a chunk that is not sent
         # Where messages are packed once a chunk is read, by number of the round.
         self._unpacked: dict[int, tuple[_RoundBuffer, _Directory | None]] = {}
-        self._ahead: list[Tensor] = []
-        if isinstance(plan, TransferPlan) and plan.ahead:
-            num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
-            self._ahead = transport.allocate_own(num_own, own_bytes + self._spare_bytes)
-            own_bytes = 0
+        buffer_bytes, own_bytes = plan.buffer_bytes if plan.exchanges else 0, plan.own_bytes
         num_buffers = self.depth = min(plan.depth, plan.num_rounds)
         if transport.shares_memory:
             # One more than rounds in flight, since other ranks of the host may be a round behind. Also where
@@ -111,10 +107,7 @@ class Buffers:
             num_buffers = self.depth = min(self.depth, fitting)
         self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
         transport.allocate_all(num_buffers, buffer_bytes)
-        if self._on_device:
-            own_bytes += self._spare_bytes if own_bytes else 0
-            for each, own in zip(self._buffers, transport.allocate_own(num_buffers, own_bytes), strict=True):
-                each.own = own
+        self._own = _OwnMemory(transport, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
 
     @property
     def nbytes(self) -> int:
@@ -122,16 +115,10 @@ class Buffers:
 
         If the ranks of a host share them, the part of one rank.
         """
-        ahead = sum(memory.nbytes for memory in self._ahead)
-        used = sum(each.most_bytes for each in self._buffers)
-        if isinstance(self._plan, TransferPlan) and self._plan.num_sharing > 1:
-            used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
-        return ahead + used + sum(each.own.nbytes for each in self._buffers)
-
-    @property
-    def _spare_bytes(self) -> int:
-        """Bytes more than a chunk that host memory takes next to buffers on a device; see `_as_in_file`."""
-        return PAGE_BYTES if self._on_device else 0
+        plan, num_buffers = self._plan, len(self._buffers)
+        if isinstance(plan, TransferPlan) and plan.num_sharing > 1:
+            return num_buffers * plan.part_bytes + plan.part_of(self._own.nbytes(num_buffers))
+        return self._own.nbytes() + sum(each.most_bytes for each in self._buffers)
 
     @property
     def _on_device(self) -> bool:
@@ -141,49 +128,61 @@ class Buffers:
         """Releases the buffers; a read that is still under way keeps its own alive."""
         self._unpacked.clear()
         for each in self._buffers:  # what was used of them is still reported
-            each.memory = each.own = _EMPTY
-        self._ahead.clear()
+            each.memory = _EMPTY
 
-    def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk | None:
-        """Chooses the memory for this rank's chunk of a round, which is read ahead; None if it is empty.
+    def release(self, number: int) -> None:
+        """Frees the memory of the chunks of rounds up to this one, counted over all plans."""
+        self._own.release(self._transport.freed(number))
 
-        The memory is in use until the round of an earlier chunk is over, as many cycles before.
-        """
-        view = self._view_of(plan)
-        if not (byte_ranges := view.reads(index)):
-            return None
-        nbytes = sum(each.nbytes for each in byte_ranges)
-        outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
-        if (direct := self._direct(outgoing, nbytes, one=True)) is not None:
-            return OwnChunk(byte_ranges, direct, is_in_place=True, is_ahead=True)
-        memory = self._ahead[plan.cycle(index) % len(self._ahead)]
-        return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)], is_ahead=True)
+    def drop(self, number: int) -> None:
+        """Frees the memory of the chunks of rounds from this one on, which will not take place."""
+        self._own.drop(number)
 
-    def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
-        """Chooses the memory for this rank's chunk and messages of a round.
+    def prepare_own(self, plan: Plan, index: int, number: int) -> OwnChunk | None:
+        """Chooses the memory for this rank's chunk of a round.
 
         Args:
             plan: The rounds.
             index: Number of the round in the plan.
             number: Number of the round over all plans.
-            own: This rank's chunk, if it was read ahead.
+
+        Returns:
+            The chunk, without byte ranges if it is empty; None if there is no memory for it now.
+        """
+        view = self._view_of(plan)
+        if not (byte_ranges := view.reads(index)):
+            return OwnChunk((), ())
+        nbytes = sum(each.nbytes for each in byte_ranges)
+        outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
+        if (direct := self._direct(outgoing, nbytes)) is not None:
+            return OwnChunk(byte_ranges, direct, is_in_place=True, outgoing=outgoing)
+        if (memory := self._own.take(number, nbytes)) is None:
+            return None
+        return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)], outgoing=outgoing)
+
+    def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None) -> Round:
+        """Chooses the memory for the messages of a round.
+
+        Args:
+            plan: The rounds.
+            index: Number of the round in the plan.
+            number: Number of the round over all plans.
+            own: This rank's chunk; None if it is empty.
         """
         view, route = self._view_of(plan), self._transport.route
-        outgoing = [(message, route(message)) for message in view.outgoing(index)]
+        outgoing = own.outgoing if own is not None else ()
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
         slot = number % len(self._buffers)
         room = self._buffers[slot]
         room.begin(self._transport.buffer(slot, self._rank))
-        work = Round(number, view.readers(index), own, outgoing)
+        work = Round(number, view.readers(index), own)
         directory = None
         if self._transport.shares_memory:
             shared = [way for _, way in (*outgoing, *incoming) if way.is_shared and way.holder == self._rank]
-            directory = _Directory.make(room, len(shared))
+            directory = _Directory.make(room, self._transport.memory_of(self._rank), len(shared))
         if self._on_device and isinstance(plan, TransferPlan):
             work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
-        if work.own is None and (byte_ranges := view.reads(index)):
-            work.own = self._own_chunk(byte_ranges, outgoing, room)
         if work.own is not None and work.slots is not None:  # all messages are the chunk
             data = work.slots.each[self._rank][: work.own.memory[0].numel()]
             work.packed = [Delivery(message, way, data) for message, way in outgoing]
@@ -212,8 +211,7 @@ class Buffers:
         for message, way in work.outgoing:
             data = chunk
             if len(own.memory) == 1:
-                copies = own.is_ahead and way.is_shared
-                data = _packed(message, chunk, room, copies=copies, must_fit=way.is_shared)
+                data = _packed(message, chunk, room, must_fit=way.is_shared)
             delivery = Delivery(message, way, data, own.is_in_place)
             work.packed.append(delivery)
             if directory is not None and way.is_shared:
@@ -233,7 +231,8 @@ class Buffers:
             if message.ranges and message.reader not in work.statuses:
                 if holder != self._rank:
                     if holder not in directories:
-                        directories[holder] = _Directory(self._transport.buffer(slot, holder))
+                        memory = self._transport.buffer(slot, holder)
+                        directories[holder] = _Directory(memory, self._transport.memory_of(holder))
                     data = directories[holder].find(each)
                 yield Arrival(message.reader, message.nbytes, [] if each.is_in_place else _cut(message, data))
 
@@ -264,21 +263,6 @@ class Buffers:
             self._plan, self._view = plan, plan.view(self._rank)
         return self._view
 
-    def _own_chunk(
-        self,
-        byte_ranges: Sequence[ByteRange],
-        outgoing: Sequence[tuple[Message, Route]],
-        room: _RoundBuffer,
-    ) -> OwnChunk:
-        nbytes = sum(each.nbytes for each in byte_ranges)
-        if self._on_device:
-            return OwnChunk(byte_ranges, [_as_in_file(room.own, byte_ranges[0], nbytes)])
-        if (direct := self._direct(outgoing, nbytes)) is not None:
-            return OwnChunk(byte_ranges, direct, is_in_place=True)
-        is_shared = any(way.is_shared for _, way in outgoing)
-        memory = room.take(max(nbytes, min(nbytes + PAGE_BYTES, self._alone_bytes)), must_fit=is_shared)
-        return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)])
-
     def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _RoundBuffer) -> Delivery:
         if work.slots is not None:
             return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
@@ -288,22 +272,14 @@ class Buffers:
         data = target if target is not None else room.take(message.nbytes, must_fit=way.is_shared)
         return Delivery(message, way, data, is_in_place=target is not None)
 
-    def _direct(
-        self, outgoing: Sequence[tuple[Message, Route]], nbytes: int, *, one: bool = False
-    ) -> list[Tensor] | None:
-        """Returns the destination of a chunk, if this rank requests all of it just as it is.
-
-        Args:
-            outgoing: The messages of the chunk.
-            nbytes: Length of the chunk.
-            one: Whether it has to be one piece, even if no other rank gets any of it.
-        """
+    def _direct(self, outgoing: Sequence[tuple[Message, Route]], nbytes: int) -> list[Tensor] | None:
+        """Returns the destination of a chunk, if this rank requests all of it just as it is."""
         if self._on_device or any(way.is_shared for _, way in outgoing):
             return None
         ranges = _in_chunk([message for message, _ in outgoing], nbytes)
         if ranges is None:
             return None
-        is_kept = not one and all(message.ranges and not way.targets for message, way in outgoing)
+        is_kept = all(message.ranges and not way.targets for message, way in outgoing)
         return self._targets(ranges, 1 + nbytes // LEAST_PIECE_BYTES if is_kept else 1)
 
     def _target(self, message: Message) -> Tensor | None:
@@ -337,18 +313,17 @@ def _as_in_file(memory: Tensor, byte_range: ByteRange, nbytes: int) -> Tensor:
     return memory[start : start + nbytes] if start + nbytes <= memory.numel() else memory[:nbytes]
 
 
-def _packed(message: Message, chunk: Tensor, room: _RoundBuffer, *, copies: bool, must_fit: bool) -> Tensor:
+def _packed(message: Message, chunk: Tensor, room: _RoundBuffer, *, must_fit: bool) -> Tensor:
     """Returns the bytes of a message: a view of the chunk, or a copy.
 
     Args:
         message: The message, with its pieces.
         chunk: This rank's chunk.
         room: Memory for a copy.
-        copies: Whether to copy in any case.
         must_fit: Whether a copy has to be in the buffer.
     """
     pieces = message.pieces
-    if len(pieces) == 1 and not pieces[0].steps and not copies:
+    if len(pieces) == 1 and not pieces[0].steps:
         return chunk[pieces[0].start : pieces[0].start + pieces[0].length]
     packed, position = room.take(message.nbytes, must_fit=must_fit), 0
     for piece in pieces:
@@ -394,17 +369,56 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
     return pieces
 
 
+class _OwnMemory:
+    """The memory of the chunks that this rank reads: parts of one length, those used last first.
+
+    Args:
+        transport: Allocates it.
+        most: Number of parts.
+        nbytes: Length of each.
+    """
+
+    def __init__(self, transport: Transport, most: int, nbytes: int) -> None:
+        self._transport = transport
+        transport.allocate_own(most, round_up(nbytes, PAGE_BYTES))
+        self._free = list(range(most))  # the first one is free next
+        self._used: deque[tuple[int, int]] = deque()  # number of the round and of the part
+        self._most_bytes: dict[int, int] = {}  # of a chunk in each part
+
+    def nbytes(self, first: int = 0) -> int:
+        """Bytes used so far, from a part on; one that no chunk was in takes none, unless it is page-locked."""
+        return sum(nbytes for part, nbytes in self._most_bytes.items() if part >= first)
+
+    def take(self, number: int, nbytes: int) -> Tensor | None:
+        """Returns memory for the chunk of a round, after those of earlier rounds; None if none is free."""
+        if not self._free:
+            return None
+        part = self._free.pop(0)
+        self._used.append((number, part))
+        self._most_bytes[part] = max(self._most_bytes.get(part, 0), nbytes)
+        return self._transport.own(part)
+
+    def release(self, number: int) -> None:
+        """Frees the memory of rounds up to this one."""
+        while self._used and self._used[0][0] <= number:
+            insort(self._free, self._used.popleft()[1])
+
+    def drop(self, number: int) -> None:
+        """Frees the memory of rounds from this one on."""
+        while self._used and self._used[-1][0] >= number:
+            insort(self._free, self._used.pop()[1])
+
+
 class _RoundBuffer:
     """The memory of a round in flight, taken from its beginning on.
 
     Attributes:
         memory: Flat uint8; empty before the first round.
-        own: Host memory of this rank's chunk, if buffers are on a device; else empty.
         most_bytes: The most bytes taken in any round.
     """
 
     def __init__(self) -> None:
-        self.memory = self.own = _EMPTY
+        self.memory = _EMPTY
         self.most_bytes = 0
         self._begin = self._taken = 0
 
@@ -441,26 +455,27 @@ class _Directory:
     """A table of the messages in a rank's buffer that other ranks of its host copy.
 
     It is at the beginning of the buffer, as int64: a count, and for each message the reader, the number of
-    the recipients, the first byte and the length.
+    the recipients, the first byte in the memory of its rank, and the length.
 
     Args:
         memory: The buffer, flat uint8.
+        shared: All memory that its rank shares.
     """
 
     _ROW = 4
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._begin = memory.data_ptr()
+    def __init__(self, memory: Tensor, shared: Tensor) -> None:
+        self._shared = shared
+        self._begin = shared.data_ptr()
         self._words = host_view(memory).cast("q")
         self._rows: dict[tuple[int, int], tuple[int, int]] | None = None
         self._count = 0
 
     @classmethod
-    def make(cls, room: _RoundBuffer, num_messages: int) -> _Directory:
+    def make(cls, room: _RoundBuffer, shared: Tensor, num_messages: int) -> _Directory:
         """Reserves a directory for some messages at the beginning of a buffer."""
         room.skip(8 * (1 + cls._ROW * num_messages))
-        return cls(room.memory)
+        return cls(room.memory, shared)
 
     def add(self, each: Delivery) -> None:
         """Adds a message in the buffer."""
@@ -476,14 +491,14 @@ class _Directory:
         self._words[0] = self._count
 
     def find(self, each: Delivery) -> Tensor:
-        """Returns the bytes of a message, in the buffer of another rank."""
+        """Returns the bytes of a message that another rank holds."""
         if self._rows is None:
             ends = range(1, 1 + self._ROW * self._words[0], self._ROW)
             rows = (self._words[at : at + self._ROW] for at in ends)
             self._rows = {(reader, group): (begin, nbytes) for reader, group, begin, nbytes in rows}
         begin, nbytes = self._rows[each.message.reader, each.route.group]
         assert nbytes == each.message.nbytes, (nbytes, each.message)
-        return self._memory[begin : begin + nbytes]
+        return self._shared[begin : begin + nbytes]
 
 
 def _with_directory(nbytes: int) -> int:

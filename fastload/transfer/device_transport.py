@@ -55,6 +55,14 @@ class _BackendTransport(Transport):
     def starts_ahead(self) -> int:
         return 1  # its chunk is on the way to the device, and to others, while the one before arrives
 
+    def allocate_all(self, count: int, nbytes: int) -> None:
+        for _ in range(count):
+            self.allocate(nbytes)
+
+    def allocate(self, nbytes: int) -> None:
+        """Allocates one more buffer."""
+        raise NotImplementedError
+
     def offer(self) -> Any:
         return self._communicators.offer()
 
@@ -387,7 +395,7 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     Args:
         plan: The plan.
     """
-    if plan.buffer_bytes + plan.largest_chunk_bytes(plan.readers[0]) > plan.staging_bytes:
+    if plan.buffer_bytes + plan.own_bytes > plan.staging_bytes:
         return ()
     groups = {ranks for ranks in plan.groups if len(ranks) > 1}
     counts = Counter(rank for ranks in groups for rank in ranks)

@@ -41,30 +41,45 @@ class SharedBuffers:
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.host = HostMemory(world, ranks)
-        self._num_buffers = 0
-        self._buffer_bytes = 0
+        self._num_buffers = self._num_own = 0
+        self._buffer_bytes = self._own_bytes = 0
         self._placed = self._released = -1  # the last round that this rank, that all ranks have placed
         self._posted: dict[int, Round] = {}
         self._changed = threading.Condition()
         self._lost: int | None = None
 
-    def allocate(self, nbytes: int) -> None:
-        """Adds a buffer, which has memory once the ranks are connected.
+    def allocate(self, count: int, nbytes: int) -> None:
+        """Adds buffers, which have memory once the ranks are connected.
 
         Each part has room for a complete round, but a rank touches only what it holds.
         """
-        self._buffer_bytes = max(self._buffer_bytes, nbytes)
-        self._num_buffers += 1
+        self._num_buffers, self._buffer_bytes = count, nbytes
+
+    def allocate_own(self, most: int, nbytes: int) -> None:
+        """Adds memory for the chunks that each rank reads; it is touched as these are read."""
+        self._num_own, self._own_bytes = most, nbytes
+
+    def memory_of(self, rank: int) -> Tensor:
+        """Returns the memory of a rank: its parts of all buffers, then the chunks that it reads."""
+        begin = self.host.ranks.index(rank) * self._rank_bytes
+        return self.host.memory[begin : begin + self._rank_bytes]
 
     def part(self, number: int, rank: int) -> Tensor:
         """Returns a rank's part of a buffer."""
-        begin = (self.host.ranks.index(rank) * self._num_buffers + number) * self._buffer_bytes
-        return self.host.memory[begin : begin + self._buffer_bytes]
+        return self.memory_of(rank)[number * self._buffer_bytes :][: self._buffer_bytes]
+
+    def own(self, number: int, rank: int) -> Tensor:
+        """Returns the memory for a chunk that a rank reads."""
+        begin = self._num_buffers * self._buffer_bytes + number * self._own_bytes
+        return self.memory_of(rank)[begin : begin + self._own_bytes]
+
+    @property
+    def _rank_bytes(self) -> int:
+        return self._num_buffers * self._buffer_bytes + self._num_own * self._own_bytes
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Connects the ranks of the host and maps the memory; errors are those of `HostMemory.connect`."""
-        nbytes = len(self.host.ranks) * self._num_buffers * self._buffer_bytes
-        self.host.connect(nbytes, self, give_up=give_up)
+        self.host.connect(len(self.host.ranks) * self._rank_bytes, self, give_up=give_up)
 
     def post(self, work: Round) -> None:
         """Expects a round, which is `done` once every rank has its part."""
@@ -73,6 +88,11 @@ class SharedBuffers:
             lost = self._lost
         if lost is not None:
             _break(work, lost)
+
+    @property
+    def released(self) -> int:
+        """The last round that all ranks have placed, as far as this rank knows."""
+        return self._released
 
     def arrive(self, work: Round, statuses: dict[int, int]) -> None:
         """Reports that this rank's part of a round is complete, and which of its chunks could not be read."""
@@ -199,20 +219,30 @@ class HostTransport(Transport):
         if self._relay is not None:
             self._relay.connect(give_up=give_up)
 
-    def allocate(self, nbytes: int) -> None:
-        if self._shared is not None:
-            self._shared.allocate(nbytes)
-        else:
-            super().allocate(nbytes)
-
     def allocate_all(self, count: int, nbytes: int) -> None:
         if self._shared is not None:
-            super().allocate_all(count, nbytes)
+            self._shared.allocate(count, nbytes)
         else:
-            self._buffers += self.allocate_own(count, nbytes)
+            super().allocate_all(count, nbytes)
 
     def buffer(self, number: int, rank: int) -> Tensor:
         return self._shared.part(number, rank) if self._shared is not None else super().buffer(number, rank)
+
+    def memory_of(self, rank: int) -> Tensor:
+        assert self._shared is not None, "shares memory"
+        return self._shared.memory_of(rank)
+
+    def allocate_own(self, most: int, nbytes: int) -> None:
+        if self._shared is not None:
+            self._shared.allocate_own(most, nbytes)
+        else:
+            super().allocate_own(most, nbytes)
+
+    def own(self, number: int) -> Tensor:
+        return self._shared.own(number, self._rank) if self._shared is not None else super().own(number)
+
+    def freed(self, number: int) -> int:
+        return min(number, self._shared.released) if self._shared is not None else number
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:

@@ -17,6 +17,7 @@ from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.transfer.buffers import Arrival, Buffers, Plan, Writer
+from fastload.transfer.pace import Pace
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.routed_plan import RoutedPlan
@@ -178,7 +179,9 @@ class Starter:
 
 
 class ReadAhead:
-    """The chunks that this rank reads before their rounds are in flight.
+    """The chunks that this rank reads, also before their rounds are in flight.
+
+    Twice as many are begun as are read at once: some wait for an earlier one, others to be read.
 
     Args:
         rank: This rank.
@@ -191,22 +194,38 @@ class ReadAhead:
         self._reader = reader
         self._buffers = buffers
         self._begun: deque[tuple[int, OwnChunk, Future[None]]] = deque()
-        self._next = 0
+        self._next = self._num_over = self._first_number = 0
+
+    def begin(self, first_number: int) -> None:
+        """Begins a plan.
+
+        Args:
+            first_number: Number of its first round, over all plans.
+        """
+        self._next, self._first_number = 0, first_number
 
     def read(self, plan: Plan, num_done: int) -> None:
         """Begins all reads that are allowed once so many rounds of a plan are over."""
-        if not isinstance(plan, TransferPlan) or not plan.ahead:
-            return
-        end = num_done + plan.ahead
+        self._buffers.release(self._first_number + num_done - 1)
+        num_windows = plan.num_windows
+        most = max(2 * self._reader.pace.width, plan.depth) * num_windows
+        end = num_done + (min(most, plan.ahead) if plan.ahead else most)
         for index in plan.rounds_of(self._rank, self._next, end):
-            own = self._buffers.prepare_ahead(plan, index)
-            if own is not None:
-                self._begun.append((index, own, _read(self._reader, own)))
-        self._next = end
+            if not self._begin(plan, index):
+                return
+        self._next = max(self._next, min(end, plan.num_rounds))
 
-    def take(self, round_index: int) -> tuple[OwnChunk | None, Future[None] | None]:
-        """Returns this rank's chunk of a round and its read; None if it was not read ahead."""
-        if not self._begun or self._begun[0][0] != round_index:
+    def take(self, plan: Plan, index: int) -> tuple[OwnChunk | None, Future[None] | None]:
+        """Returns this rank's chunk of the next round and its read; None if it is empty.
+
+        There is memory for it, since no rank needs that of as many earlier rounds as are in flight.
+        """
+        if self._next <= index:
+            for _ in plan.rounds_of(self._rank, index, index + 1):
+                has_begun = self._begin(plan, index)
+                assert has_begun, "memory for the rounds in flight"
+            self._next = index + 1
+        if not self._begun or self._begun[0][0] != index:
             return None, None
         _, own, read = self._begun.popleft()
         return own, read
@@ -217,38 +236,49 @@ class ReadAhead:
         Raises:
             Interrupted: `give_up` returned True.
         """
+        first = self._begun[0][0] if self._begun else 0
         while self._begun:
             *_, read = self._begun.popleft()
             await_done(read, give_up=give_up)
-        self._next = 0
+        self._buffers.drop(self._first_number + first)
 
     def forget(self) -> None:
         """Drops all chunks; reads under way keep their memory alive."""
         self._begun.clear()
 
-
-def _read(reader: ChunkReader, own: OwnChunk) -> Future[None]:
-    return reader.submit(own.byte_ranges, [host_view(piece) for piece in own.memory])
+    def _begin(self, plan: Plan, index: int) -> bool:
+        """Begins to read the chunk of a round; returns whether there was memory for it."""
+        own = self._buffers.prepare_own(plan, index, self._first_number + index)
+        if own is None:
+            return False
+        self._next = index + 1
+        if own.byte_ranges:
+            read = self._reader.submit(own.byte_ranges, [host_view(piece) for piece in own.memory])
+            self._begun.append((index, own, read))
+        return True
 
 
 _MAX_READ_THREADS = 8
+_MOST_READS = 64
+_MOST_READS_OF_ALL = 2048  # of a job
+_FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
 
-def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> int:
+def pace_of(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> Pace:
     """Returns how many reads a rank has in flight.
 
-    That is the option if it is set, or 1 if storage needs reads in order. With an exchange it follows from
-    the plan; without one it is this rank's share of the host's cores, at least 2.
+    That is the option if it is set, or 1 if storage needs reads in order. Else it follows storage. It begins
+    with what the plan needs with an exchange, and without one with this rank's share of the host's cores, at
+    least 2.
     """
-    if num_threads is not None:
-        return num_threads
-    if in_order:
-        return 1
-    if plan.exchanges:
-        return plan.num_reads
-    fair = 2 * (os.cpu_count() or 1) // ranks_on_host
-    return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
+    if num_threads is not None or in_order:
+        return Pace(num_threads or 1, num_threads or 1)
+    fair = max(2, min(2 * (os.cpu_count() or 1) // ranks_on_host, _MAX_READ_THREADS))
+    least = plan.num_reads if plan.exchanges else min(plan.depth, fair)
+    return Pace(
+        least, max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // len(plan.readers))))
+    )
 
 
 class PlacedRounds:
@@ -456,6 +486,7 @@ class Pipeline:
         broken: set[int] = set()
         num_posted = 0
         has_ended = False
+        self._ahead.begin(self.num_posted)
         depth = min(self._buffers.depth, plan.ahead or plan.num_rounds)
         for index in range(plan.num_rounds):
             if not broken:
@@ -505,11 +536,10 @@ class Pipeline:
         """Posts the receives of a round and begins to read this rank's chunk."""
         number = self.num_posted
         self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
-        own, read = self._ahead.take(index)
+        self._buffers.release(number - self._buffers.depth)
+        own, read = self._ahead.take(plan, index)
         work = self._buffers.prepare(plan, index, number, own)
         self.transport.post(work)
-        if work.own is not None and read is None:
-            read = _read(self.reader, work.own)
         self._starter.post(work, read)
         return work
 

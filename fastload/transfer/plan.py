@@ -158,6 +158,7 @@ _LEAST_NUM_READERS = 8
 _GOOD_NUM_ROUNDS = 128  # a pipeline of rounds cannot overlap about one of them
 _GOOD_NUM_READS = 16  # without an exchange: enough to keep several threads busy to the end
 MAX_DEPTH = 4  # rounds in flight
+_MOST_OWN = 128
 # Without an exchange, of chunks that are copied to a device: half of them are read while others are copied.
 # Python takes the GIL for some 0.2 ms for each, so at 30 GB/s there must not be many.
 DEVICE_DEPTH = 16
@@ -178,6 +179,7 @@ class Sizes(NamedTuple):
     num_windows: int
     depth: int
     ahead: int
+    num_own: int
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,10 @@ class RoundSize:
     def part_bytes(self, chunk_bytes: int) -> int:
         """Returns the bytes of one rank's part of a buffer."""
         return -(-self.nbytes(chunk_bytes) // self.num_sharing)
+
+    def part_of(self, own_bytes: int) -> int:
+        """Returns the bytes of one rank's part of what each reader reads, which only some ranks are."""
+        return -(-own_bytes * min(self.num_slots, self.num_sharing) // self.num_sharing)
 
     def own_bytes(self, chunk_bytes: int) -> int:
         """Returns the most bytes that one chunk takes."""
@@ -278,7 +284,9 @@ def choose_sizes(
     useful = _round_to_blocks(max(1, min(share_bytes, _least_useful(spare))), size)
     if size.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == MAX_DEPTH and together >= useful):
         _require_fit(depth, together, size, staging_bytes, is_given=chunk_bytes is not None)
-        return Sizes(together, 1, depth, 0)
+        left = staging_bytes - depth * size.part_bytes(together)
+        own_bytes = size.part_of(size.own_bytes(together))
+        return Sizes(together, 1, depth, 0, num_own_chunks(depth, left, own_bytes))
     return _choose_windowed(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
 
 
@@ -312,7 +320,18 @@ def _choose_windowed(
     own_bytes = -(-ahead // num_windows) * size.own_bytes(chunk_bytes)
     depth = min(MAX_DEPTH, (staging_bytes - own_bytes) // size.part_bytes(chunk_bytes))
     _require_fit(depth, chunk_bytes, size, staging_bytes, is_given=is_given)
-    return Sizes(chunk_bytes, num_windows, min(depth, ahead), ahead)
+    return Sizes(chunk_bytes, num_windows, min(depth, ahead), ahead, -(-ahead // num_windows))
+
+
+def num_own_chunks(depth: int, left_bytes: int, own_bytes: int) -> int:
+    """Returns for how many chunks that a rank reads there is memory, those of rounds in flight included.
+
+    Args:
+        depth: Rounds in flight.
+        left_bytes: Memory beside theirs.
+        own_bytes: Length of a chunk.
+    """
+    return min(max(depth, _MOST_OWN), depth + left_bytes // own_bytes)
 
 
 def _round_to_blocks(chunk_bytes: int, size: RoundSize) -> int:
@@ -406,10 +425,10 @@ class TransferPlan:
         even_slots: Whether the slots of a round must have equal lengths.
         contiguous: Whether each reader reads one range over all rounds.
         num_windows: Windows of readers, and rounds in a cycle.
-        ahead: Rounds whose chunks may be read, counted from the first in flight; 0 if each chunk is read
-            once its round is in flight.
+        ahead: Rounds whose chunks may be read, counted from the first in flight; 0 without a limit.
         hosts: Host of each rank; empty if each is on a host of its own.
         num_sharing: Ranks that share their buffers.
+        num_own: Chunks of a reader for which there is memory, those of rounds in flight included.
         in_lockstep: Whether all ranks learn of an unreadable chunk in the same round.
     """
 
@@ -425,6 +444,7 @@ class TransferPlan:
     ahead: int = 0
     hosts: tuple[str, ...] = ()
     num_sharing: int = 1
+    num_own: int = 1
     in_lockstep: ClassVar[bool] = True
 
     @cached_property
@@ -548,14 +568,24 @@ class TransferPlan:
             return dict.fromkeys(chunks, slot_bytes(max(chunk.nbytes for chunk in chunks.values())))
         return {rank: slot_bytes(chunk.nbytes) for rank, chunk in chunks.items()}
 
-    def largest_chunk_bytes(self, rank: int) -> int:
-        """Returns the bytes to count for host memory of what a rank reads in a round."""
-        return self._round_size.own_bytes(self.chunk_bytes) if rank in self.windows.window_of else 0
+    @property
+    def own_bytes(self) -> int:
+        """Bytes to count for host memory of what a rank reads in a round."""
+        return self._round_size.own_bytes(self.chunk_bytes)
 
     @property
     def buffer_bytes(self) -> int:
         """Size of a buffer that holds a round; ranks that share memory have it once."""
         return self._round_size.nbytes(self.chunk_bytes)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one rank's part of a buffer."""
+        return self._round_size.part_bytes(self.chunk_bytes)
+
+    def part_of(self, own_bytes: int) -> int:
+        """Returns the bytes of one rank's part of what each reader reads beside the buffers."""
+        return self._round_size.part_of(own_bytes)
 
     @property
     def _round_size(self) -> RoundSize:
@@ -619,8 +649,11 @@ class TransferPlan:
             staging_bytes: Most bytes for all buffers.
             at_most: Most rounds; by default as many as ever help.
         """
+        if self.exchanges:
+            return self
         fitting = staging_bytes // self._round_size.part_bytes(self.chunk_bytes)
-        return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, at_most)))
+        depth = max(self.depth, min(fitting, at_most))
+        return replace(self, depth=depth, num_own=max(depth, self.num_own))
 
     def cycle(self, round_index: int) -> int:
         """Returns the number of the cycle that a round is in."""
@@ -647,7 +680,7 @@ class TransferPlan:
             return xxhash.xxh3_128_hexdigest(json.dumps(self.ranges).encode())
         ranks = [self.readers, self.recipients]
         blocks = _digest(self.blocks) if self.blocks is not None else None
-        shape = self.even_slots, self.contiguous, self.num_sharing, self.ahead
+        shape = self.even_slots, self.contiguous, self.num_sharing, self.ahead, self.num_own
         order = self.windows.order if self.windows.order != self.readers else ()
         text = json.dumps([self.ranges, ranks, self.chunk_bytes, self.depth, blocks, *shape, order])
         return xxhash.xxh3_128_hexdigest(text.encode())
@@ -772,6 +805,7 @@ def plan_transfer(
         sizes.ahead,
         tuple(hosts),
         num_sharing,
+        sizes.num_own,
     )
     return plan.deeper(staging_bytes, DEVICE_DEPTH) if to_device else plan
 

@@ -25,6 +25,7 @@ from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
+from fastload.transfer.pace import Pace
 
 _MAX_REREADS = 64  # a file with many damaged blocks is not read twice
 
@@ -267,12 +268,13 @@ class ChunkReader:
     Args:
         storage: The storage.
         files: The files of the manifest.
-        threads: Number of chunks read at once.
+        pace: How many chunks are read at once.
         verifier: Verifies or computes checksums; None does neither.
         guards: The bytes that have to precede data; None without any.
         held: The bytes that are not read from storage; None without any.
 
     Attributes:
+        pace: As given.
         watch: Time with at least one read under way.
         verified: Bytes verified, or hashed.
         rereads: Blocks read again because of a wrong checksum.
@@ -284,7 +286,7 @@ class ChunkReader:
         storage: PatientStorage,
         files: Sequence[FileEntry],
         *,
-        threads: int,
+        pace: Pace,
         verifier: Verifier | ChecksumCollector | None = None,
         guards: Guards | None = None,
         held: HeldBytes | None = None,
@@ -292,8 +294,10 @@ class ChunkReader:
         self._guards = guards
         self.held = held
         self._storage = storage
+        storage.listen(self._heard)
         self._files = files
-        self._workers = Workers(threads, "fastload-read")
+        self.pace = pace
+        self._workers = Workers(pace.width, "fastload-read")
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
         self._verifier = verifier
@@ -373,9 +377,17 @@ class ChunkReader:
             self._guards.is_broken = True
 
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
+        file, storage, pace = self._files[byte_range.file], self._storage, self.pace
         with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):
-            file = self._files[byte_range.file]
-            self._storage.read_into(file.name, byte_range.offset, buffers, file.version)
+            began_s, num_retries = time.monotonic(), storage.num_retries
+            storage.read_into(file.name, byte_range.offset, buffers, file.version)
+        refused, is_full = storage.num_retries > num_retries, self._workers.num_calls >= pace.width
+        pace.ended(byte_range.nbytes, began_s, time.monotonic(), refused=refused, is_full=is_full)
+        self._workers.set_most(pace.width)
+
+    def _heard(self, after_s: float) -> None:
+        self.pace.heard(after_s)
+        self._workers.set_most(self.pace.width)
 
     def _read_again(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         self.rereads.add(1)

@@ -25,7 +25,14 @@ from fastload.geometry.ranges import ByteRange, HasRange, Space, join_adjacent, 
 from fastload.options import named_staging
 from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import DEVICE_DEPTH, MAX_DEPTH, Chunk, good_chunk_bytes, named_chunk
+from fastload.transfer.plan import (
+    DEVICE_DEPTH,
+    MAX_DEPTH,
+    Chunk,
+    good_chunk_bytes,
+    named_chunk,
+    num_own_chunks,
+)
 
 
 class HeldRange(NamedTuple):
@@ -152,7 +159,7 @@ class RoutedPlan:
         buffer_bytes: Most bytes that a rank needs for a round.
         staging_bytes: Most bytes for all buffers of one rank together.
         holders: The bytes that each reader can deliver; None if each can deliver all.
-        in_lockstep, ahead: See `TransferPlan`.
+        in_lockstep, ahead, num_windows, num_own: See `TransferPlan`.
     """
 
     sharing: SharingGroups
@@ -166,6 +173,7 @@ class RoutedPlan:
     holders: Holders | None = None
     in_lockstep: ClassVar[bool] = False
     ahead: ClassVar[int] = 0
+    num_windows: ClassVar[int] = 1
 
     @cached_property
     def total_bytes(self) -> int:
@@ -177,14 +185,24 @@ class RoutedPlan:
         """The most bytes that one reader reads."""
         return max((share.start + share.end - share.begin for share in self.shares), default=0)
 
-    def largest_chunk_bytes(self, rank: int) -> int:
-        """Returns the most bytes that a rank reads in a round, since a chunk ends with a unit."""
+    @property
+    def own_bytes(self) -> int:
+        """The most bytes that a rank reads in a round, since a chunk ends with a unit."""
         return self.chunk_bytes + self.sharing.longest_unit_bytes
+
+    @property
+    def num_own(self) -> int:
+        """Chunks of a reader for which there is memory, those of rounds in flight included."""
+        return num_own_chunks(self.depth, self.staging_bytes - self.depth * self.buffer_bytes, self.own_bytes)
 
     def deeper(self, at_most: int) -> RoutedPlan:
         """Returns the plan with as many rounds in flight as fit, up to a number, if nothing is exchanged."""
         fitting = self.staging_bytes // self.buffer_bytes
         return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, at_most)))
+
+    def rounds_of(self, rank: int, begin: int, end: int) -> range:
+        """Returns the rounds from `begin` up to `end` in which a rank may have a chunk."""
+        return range(begin, min(end, self.num_rounds))
 
     @property
     def num_reads(self) -> int:

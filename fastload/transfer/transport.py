@@ -63,13 +63,13 @@ class OwnChunk:
         memory: The host memory that it is read into, in flat uint8 pieces. Several pieces are in place, and
             no other rank gets any of them.
         is_in_place: Whether the memory is its destination.
-        is_ahead: Whether it is read ahead of its round.
+        outgoing: Its messages, with their routes.
     """
 
     byte_ranges: Sequence[ByteRange]
     memory: Sequence[Tensor]
     is_in_place: bool = False
-    is_ahead: bool = False
+    outgoing: Sequence[tuple[Message, Route]] = ()
 
 
 @dataclass
@@ -80,7 +80,6 @@ class Round:
         index: Number of the round, over all plans of a load.
         readers: The ranks that read a chunk in it.
         own: This rank's chunk; None if it has none.
-        outgoing: The messages of this rank's chunk, with their routes.
         packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
         slots: On a device, the adjacent slots that the chunks of all readers arrive in.
@@ -96,7 +95,6 @@ class Round:
     index: int
     readers: Collection[int] = ()
     own: OwnChunk | None = None
-    outgoing: Sequence[tuple[Message, Route]] = ()
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
     slots: Slots | None = None
@@ -107,6 +105,11 @@ class Round:
     error: BaseException | None = None
     began: float | None = None
     sends: list[Any] = field(default_factory=list)
+
+    @property
+    def outgoing(self) -> Sequence[tuple[Message, Route]]:
+        """The messages of this rank's chunk, with their routes."""
+        return self.own.outgoing if self.own is not None else ()
 
     def broke(self, error: BaseException) -> None:
         """Keeps the first error of the transport."""
@@ -139,6 +142,8 @@ class Transport:
         self._rank = rank
         self._pinned = pinned
         self._buffers: list[Tensor] = []
+        self._own: list[Tensor] = []
+        self._own_bytes = 0
 
     @property
     def shares_memory(self) -> bool:
@@ -165,14 +170,9 @@ class Transport:
         """Returns the route of a message."""
         return Route(self._rank)
 
-    def allocate(self, nbytes: int) -> None:
-        """Allocates one more buffer, for the chunk and the messages of one round at a time."""
-        self._buffers += self.allocate_own(1, nbytes)
-
     def allocate_all(self, count: int, nbytes: int) -> None:
-        """Allocates several buffers; see `allocate`."""
-        for _ in range(count):
-            self.allocate(nbytes)
+        """Allocates buffers, each for the messages of one round at a time."""
+        self._buffers += allocate_buffers(count, nbytes, pinned=self._pinned)
 
     def buffer(self, number: int, rank: int) -> Tensor:
         """Returns a buffer of this rank, or of another one of this host, once they are connected.
@@ -186,9 +186,27 @@ class Transport:
         """
         return self._buffers[number]
 
-    def allocate_own(self, count: int, nbytes: int) -> list[Tensor]:
-        """Allocates host memory for chunks that this rank does not read into the buffers of their rounds."""
-        return allocate_buffers(count, nbytes, pinned=self._pinned)
+    def memory_of(self, rank: int) -> Tensor:
+        """Returns the memory that a rank of this host shares, with all buffers and chunks; flat uint8."""
+        raise NotImplementedError
+
+    def allocate_own(self, most: int, nbytes: int) -> None:
+        """Allows host memory for some chunks that this rank reads, each of at most `nbytes`."""
+        self._own_bytes = nbytes
+
+    def own(self, number: int) -> Tensor:
+        """Returns the memory for a chunk that this rank reads, once the ranks are connected.
+
+        Args:
+            number: Which; lower numbers first.
+        """
+        if number >= len(self._own):  # page-locked memory is taken at once
+            self._own += allocate_buffers(max(1, len(self._own)), self._own_bytes, pinned=self._pinned)
+        return self._own[number]
+
+    def freed(self, number: int) -> int:
+        """Returns the last round, up to one that this rank has released, that no rank of its host needs."""
+        return number
 
     def offer(self) -> Any:
         """Returns how others connect to this rank; see `links.Offering`."""
@@ -246,6 +264,7 @@ class Transport:
     def close(self) -> None:
         """Ends the transport; rounds that have not ended are abandoned, and keep their memory alive."""
         self._buffers.clear()
+        self._own.clear()
 
 
 def require_unbroken(work: Round) -> None:
@@ -283,9 +302,6 @@ class LocalTransport(Transport):
 
     def __init__(self, rank: int, *, pinned: bool) -> None:
         super().__init__("none", rank, pinned=pinned)
-
-    def allocate_all(self, count: int, nbytes: int) -> None:
-        self._buffers += self.allocate_own(count, nbytes)
 
     @property
     def starts_ahead(self) -> int:
