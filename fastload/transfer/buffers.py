@@ -386,7 +386,7 @@ class _OwnMemory:
         self._most_bytes: dict[int, int] = {}  # of a chunk in each part
 
     def nbytes(self, first: int = 0) -> int:
-        """Bytes used so far, from a part on; one that no chunk was in takes none, unless it is page-locked."""
+        """Bytes used so far, from a part on; unused ones take none, unless page-locked."""
         return sum(nbytes for part, nbytes in self._most_bytes.items() if part >= first)
 
     def take(self, number: int, nbytes: int) -> Tensor | None:

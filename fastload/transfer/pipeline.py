@@ -236,11 +236,12 @@ class ReadAhead:
         Raises:
             Interrupted: `give_up` returned True.
         """
-        first = self._begun[0][0] if self._begun else 0
+        if not self._begun:
+            return
+        self._buffers.drop(self._first_number + self._begun[0][0])
         while self._begun:
             *_, read = self._begun.popleft()
             await_done(read, give_up=give_up)
-        self._buffers.drop(self._first_number + first)
 
     def forget(self) -> None:
         """Drops all chunks; reads under way keep their memory alive."""

@@ -21,8 +21,8 @@ def plan_for_all(
 
 def staged_bytes(plan: TransferPlan) -> int:
     """Returns the most bytes of one rank's part of all buffers, those for reading ahead included."""
-    own = -(-plan.ahead // plan.num_windows) * plan.largest_chunk_bytes(plan.readers[0])
-    return plan.depth * -(-plan.buffer_bytes // plan.num_sharing) + own
+    num_own = plan.num_own if plan.ahead else plan.num_own - plan.depth  # whose rounds have memory
+    return plan.depth * -(-plan.buffer_bytes // plan.num_sharing) + plan.part_of(num_own * plan.own_bytes)
 
 
 def drop_out(data: st.DataObject, plan: TransferPlan) -> tuple[TransferPlan, list[tuple[int, int]]]:

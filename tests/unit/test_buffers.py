@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastload.base.memory import allocate_staging, round_up
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.ranges import ByteRange
 from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.messages import Message, Route, Routing, sharing_domains
-from fastload.transfer.plan import TransferPlan
 from fastload.transfer.transport import LocalTransport, OwnChunk, Round
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of
@@ -25,12 +25,12 @@ _LENGTHS = (30_000, 5, 0, 17_001, 4096, 9_001)
 class InProcess(LocalTransport):
     """Between ranks in one process: knows routes and shares memory; the test carries the messages."""
 
-    def __init__(self, rank: int, routing: Routing, shared: list[dict[int, Tensor]], device: str) -> None:
+    def __init__(self, rank: int, routing: Routing, shared: dict[int, Tensor], device: str) -> None:
         super().__init__(rank, pinned=False)
         self.device = torch.device(device)
         self._routing = routing
         self._shared = shared
-        self._num_buffers = 0
+        self._num_buffers = self._buffer_bytes = 0
 
     @property
     def shares_memory(self) -> bool:
@@ -42,18 +42,24 @@ class InProcess(LocalTransport):
         return self._routing.route(message.reader, message.ranks)
 
     def allocate_all(self, count: int, nbytes: int) -> None:
-        for _ in range(count):
-            self.allocate(nbytes)
+        self._num_buffers, self._buffer_bytes = count, round_up(nbytes, 8)
 
-    def allocate(self, nbytes: int) -> None:
-        memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
-        if self._num_buffers == len(self._shared):
-            self._shared.append({})
-        self._shared[self._num_buffers][self._rank] = memory[-memory.data_ptr() % 8 :][: nbytes // 8 * 8]
-        self._num_buffers += 1
+    def allocate_own(self, most: int, nbytes: int) -> None:
+        super().allocate_own(most, nbytes)
+        length = self._num_buffers * self._buffer_bytes + (most * nbytes if self.shares_memory else 0)
+        self._shared[self._rank] = allocate_staging(length, pinned=False)
 
     def buffer(self, number: int, rank: int) -> Tensor:
-        return self._shared[number][rank]
+        return self.memory_of(rank)[number * self._buffer_bytes :][: self._buffer_bytes]
+
+    def memory_of(self, rank: int) -> Tensor:
+        return self._shared[rank]
+
+    def own(self, number: int) -> Tensor:
+        if not self.shares_memory:
+            return super().own(number)
+        begin = self._num_buffers * self._buffer_bytes + number * self._own_bytes
+        return self.memory_of(self._rank)[begin : begin + self._own_bytes]
 
 
 class OneRank:
@@ -63,7 +69,6 @@ class OneRank:
         self, rank: int, plan: Plan, file: Tensor, transport: InProcess, destinations: list[Destination]
     ) -> None:
         self.rank, self._plan, self._file = rank, plan, file
-        self._on_device = transport.device.type != "cpu"
         self._writer = TensorWriter(destinations)
         self._buffers = Buffers(plan, rank, transport, self._writer)
         self._ahead: deque[tuple[int, OwnChunk]] = deque()
@@ -71,18 +76,19 @@ class OneRank:
 
     def begin(self, index: int) -> Round:
         """Reads ahead as far as is allowed, and what the round has of this rank."""
-        if isinstance(self._plan, TransferPlan) and self._plan.ahead:
-            end = index + self._plan.ahead
-            for later in self._plan.rounds_of(self.rank, self._next, end):
-                own = self._buffers.prepare_ahead(self._plan, later)
-                if own is not None:
-                    self._read(own)
-                    self._ahead.append((later, own))
-            self._next = end
-        read_ahead = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
-        work = self._buffers.prepare(self._plan, index, index, read_ahead)
-        if read_ahead is None and work.own is not None:
-            self._read(work.own)
+        self._buffers.release(index - 1)
+        end = index + (self._plan.ahead or self._plan.num_rounds)
+        for later in self._plan.rounds_of(self.rank, self._next, end):
+            own = self._buffers.prepare_own(self._plan, later, later)
+            if own is None:
+                break
+            if own.byte_ranges:
+                self._read(own)
+                self._ahead.append((later, own))
+            self._next = later + 1
+        assert self._next > index or index not in self._plan.rounds_of(self.rank, index, index + 1)
+        mine = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
+        work = self._buffers.prepare(self._plan, index, index, mine)
         if work.slots is not None and work.own is not None:
             (chunk,) = work.own.memory
             work.slots.each[self.rank][: len(chunk)].copy_(chunk)
@@ -101,8 +107,7 @@ class OneRank:
         """Frees the buffers; what was used of them is reported afterwards."""
         used = self._buffers.nbytes
         self._buffers.free()
-        if not self._on_device and not self._plan.ahead:  # which have memory of another kind, too
-            assert self._buffers.nbytes == used
+        assert self._buffers.nbytes == used
 
     def _read(self, own: OwnChunk) -> None:
         data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in own.byte_ranges])
@@ -116,7 +121,7 @@ def run(
     """Moves all rounds; returns how many bytes were placed on each rank."""
     everyone = range(len(machines))
     domains = sharing_domains(machines, plan.groups)
-    shared: dict[object, list[dict[int, Tensor]]] = {domain: [] for domain in domains}
+    shared: dict[object, dict[int, Tensor]] = {domain: {} for domain in domains}
     members = []
     for rank in everyone:
         transport = InProcess(rank, Routing(rank, everyone, domains), shared[domains[rank]], device)

@@ -137,7 +137,7 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
     assert staged_bytes(plan) >= plan.depth * plan.buffer_bytes // plan.num_sharing
     if plan.num_windows > 1:
         assert plan.ahead >= plan.depth
-        own = plan.num_reads * plan.largest_chunk_bytes(plan.readers[0])
+        own = plan.part_of(plan.num_own * plan.own_bytes)
         assert staged_bytes(plan) >= plan.depth * plan.buffer_bytes // plan.num_sharing + own
         for rank in plan.readers:  # the chunk that had the memory of another one before is over
             own_rounds = plan.rounds_of(rank, 0, plan.num_rounds)

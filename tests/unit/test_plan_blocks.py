@@ -90,7 +90,7 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
         for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
             needed = plan.chunk(index, rank).nbytes
-            assert needed <= slot <= plan.largest_chunk_bytes(rank)
+            assert needed <= slot <= plan.own_bytes
             assert plan.even_slots or slot - needed < PAGE_BYTES
         if plan.even_slots:
             assert len(set(slots.values())) == 1
@@ -107,9 +107,7 @@ def test_healing_keeps_blocks_whole(
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
     for index in range(left.num_rounds):
         assert sum(left.slot_sizes(index, left.chunks(index)).values()) <= plan.buffer_bytes
-        assert max(left.slot_sizes(index, left.chunks(index)).values()) <= max(
-            map(plan.largest_chunk_bytes, range(len(plan.recipients)))
-        )
+        assert max(left.slot_sizes(index, left.chunks(index)).values()) <= plan.own_bytes
 
 
 @pytest.mark.parametrize("block_bytes", [MIB, 3 * MIB])

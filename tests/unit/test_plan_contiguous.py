@@ -67,7 +67,7 @@ def test_shares_are_even_and_buffers_fit_into_staging(
         slots = plan.slot_sizes(index, plan.chunks(index))
         assert sum(slots.values()) <= plan.buffer_bytes
         for rank, slot in slots.items():
-            assert plan.chunk(index, rank).nbytes <= slot <= plan.largest_chunk_bytes(rank)
+            assert plan.chunk(index, rank).nbytes <= slot <= plan.own_bytes
             assert slot % PAGE_BYTES == 0
 
 

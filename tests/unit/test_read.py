@@ -17,6 +17,7 @@ from fastload.geometry.ranges import ByteRange
 from fastload.options import Patience
 from fastload.storage import PatientStorage, retry
 from fastload.storage.local import LocalStorage
+from fastload.transfer.pace import Pace
 from fastload.transfer.read import ChunkReader
 
 _TEXT = b"0123456789abcdef"
@@ -32,7 +33,7 @@ def storage(tmp_path: Path) -> Iterator[PatientStorage]:
 
 def reader_of(storage: PatientStorage, name: str) -> ChunkReader:
     files = [FileEntry(name, len(_TEXT), "", "")]
-    return ChunkReader(storage, files, threads=1)
+    return ChunkReader(storage, files, pace=Pace(1, 1))
 
 
 def test_there_may_be_very_many_retries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_spans_with_little_between_them_are_one_request(tmp_path: Path, is_local
     reader = ChunkReader(
         storage,
         [FileEntry(name, len(content), "", "") for name in "ab"],
-        threads=1,
+        pace=Pace(1, 1),
     )
     places = [(0, 10, 100), (0, 174, 4), (0, 300, 1000), (0, 9000, 10), (0, 8990, 15), (1, 9005, 5)]
     spans = [ByteRange(file, offset, nbytes, 0) for file, offset, nbytes in places]
