@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
+
+_BUSY = 0.8  # of all cores
 
 R = TypeVar("R", bound="_RankReport")
 
@@ -69,8 +72,12 @@ class RankReport(_RankReport):
         bytes_in: Bytes it received from ranks that share no memory with it, for itself and for other ranks of
             its host. 0 with NCCL, which does not count them.
         read_s: Seconds in which at least one read was under way.
+        num_reads: Number of its reads, without retries.
+        reads_in_flight: Reads under way at once, on average over `read_s`.
+        first_byte_s: Seconds from a request to its first byte, on average; 0 where storage does not tell.
         exchange_s: Seconds in which at least one exchange was under way.
         place_s: Seconds spent moving bytes from buffers into tensors.
+        cpu_s: Seconds of CPU time of its process.
         total_s: Seconds from the beginning of the load to the last tensor in place.
         peak_staging_bytes: Bytes of its staging buffers.
         retries: Attempts at reads beyond the first, including those after a wrong checksum.
@@ -88,8 +95,12 @@ class RankReport(_RankReport):
     bytes_received: int = 0
     bytes_in: int = 0
     read_s: float = 0.0
+    num_reads: int = 0
+    reads_in_flight: float = 0.0
+    first_byte_s: float = 0.0
     exchange_s: float = 0.0
     place_s: float = 0.0
+    cpu_s: float = 0.0
     total_s: float = 0.0
     peak_staging_bytes: int = 0
     retries: int = 0
@@ -151,6 +162,20 @@ class LoadReport(_Report):
     def bytes_verified(self) -> int:
         """Data bytes checked against the commit record, over all ranks."""
         return sum(rank.bytes_verified for rank in self.ranks)
+
+    @property
+    def limit(self) -> str:
+        """What the load has waited for most of the time: ``storage``, ``network`` or ``CPU``."""
+        hosts = {own.host for own in self.ranks}
+        cores_s = (os.cpu_count() or 1) * self.total_s * len(hosts)
+        if sum(own.cpu_s for own in self.ranks) > _BUSY * cores_s:
+            return "CPU"
+        longest = {
+            "storage": max(own.read_s for own in self.ranks),
+            "network": max(own.exchange_s for own in self.ranks) if self.transport != "none" else 0.0,
+            "CPU": max(own.place_s for own in self.ranks),
+        }
+        return max(longest, key=lambda name: longest[name])
 
     @property
     def read_amplification(self) -> float:

@@ -151,6 +151,7 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
         f"{count(report.num_rounds, 'round')} of {decimal(report.chunk_bytes)} chunks, "
         f"{report.depth} in flight; exchange: {report.transport}"
     )
+    console.print(_reads_of(report))
     heads = (
         "rank",
         "host",
@@ -178,6 +179,20 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
     for rank, digest in enumerate(digests or []):
         console.print(f"digest of rank {rank}: {digest}")
     _print_notes(report)
+
+
+def _reads_of(report: fastload.LoadReport) -> str:
+    """Returns how storage was read, and what took longest."""
+    num_reads = sum(own.num_reads for own in report.ranks)
+    readers = [own for own in report.ranks if own.num_reads]
+    if not readers:
+        return "read nothing from storage"
+    first_byte_s = sum(own.first_byte_s * own.num_reads for own in readers) / num_reads
+    after = f", first byte after {1000 * first_byte_s:.0f} ms" if first_byte_s else ""
+    in_flight = sum(own.reads_in_flight for own in readers) / len(readers)
+    return (
+        f"{count(num_reads, 'read')}, {in_flight:.0f} in flight on each reader{after}; limit: {report.limit}"
+    )
 
 
 def _seconds(seconds: float) -> str:

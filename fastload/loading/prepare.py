@@ -141,17 +141,19 @@ class LoadStart(NamedTuple):
         at_s: By `time.perf_counter`.
         bytes_read: Bytes read from storage until then.
         direct_bytes_read: The part of them that bypassed the page cache.
+        cpu_s: CPU time of the process until then.
     """
 
     at_s: float
     bytes_read: int
     direct_bytes_read: int
+    cpu_s: float
 
     @classmethod
     def now(cls, opened: Opened) -> LoadStart:
         """Returns the beginning of a load that begins now."""
         storage = opened.access.storage
-        return cls(time.perf_counter(), storage.bytes_read, storage.direct_bytes_read)
+        return cls(time.perf_counter(), storage.bytes_read, storage.direct_bytes_read, time.process_time())
 
 
 @dataclass(frozen=True)

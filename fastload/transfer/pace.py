@@ -4,9 +4,11 @@ An object store answers each request after tens of milliseconds and gives each c
 can deliver, so it rewards many requests. A link that is full, or a file in the page cache, rewards none: each
 read then takes longer by as much as there are more of them.
 
-So reads are counted in spans of as many as are in flight. While they take about as long as in the best span,
-there are twice as many in the next one. Once they wait for each other, there are as many as would not. A
-refusal (429 or 503) halves them, at most once in a span, and after it they grow slowly.
+So reads are counted in spans, each after the number in flight has changed. While they take about as long as
+in the best span, there are twice as many in the next one. Once they wait for each other, there are as many as
+would not, and for some spans no more. What the least number of reads takes is the best, since it may change:
+other ranks end, or begin. A refusal (429 or 503) halves the reads, at most once in a span, and after it they
+grow slowly.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ _SHRINKS_ABOVE = 1.8
 _SHRINKS_TO = 1.2
 _FULL_PART = 2  # shorter reads say nothing of full ones
 _SPANS_AFTER_REFUSAL = 4
+_MOST_PAUSE = 32  # spans without another try
 
 
 class Pace:
@@ -31,20 +34,21 @@ class Pace:
 
     Attributes:
         width: Reads in flight now.
-        widest: The most so far.
         num_reads: Reads that have ended.
-        first_byte_s: Time to the first byte of all of them together, in seconds; 0 where storage cannot tell.
+        reading_s: Time of all of them together, in seconds.
+        first_byte_s: Time to the first byte of all of them together; 0 where storage cannot tell.
     """
 
     def __init__(self, least: int, most: int) -> None:
-        self.width = self.widest = self._least = least
+        self.width = self._least = least
         self.num_reads = 0
-        self.first_byte_s = 0.0
+        self.reading_s = self.first_byte_s = 0.0
         self._most = self._ceiling = max(least, most)
         self._lock = threading.Lock()
         self._longest_bytes = 0
         self._best_s = 0.0
         self._has_heard = self._has_refused = False
+        self._pause = self._next_pause = 1
         self._begin_span(0.0)
 
     def _begin_span(self, now_s: float) -> None:
@@ -59,7 +63,7 @@ class Pace:
             self.first_byte_s += after_s
             is_first, self._has_heard = not self._has_heard, True
             if is_first and after_s >= _FAR_S and not self._has_refused:
-                self._set(max(self.width, min(_FAR, self._ceiling)))
+                self.width = max(self.width, min(_FAR, self._ceiling))
 
     def ended(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
         """Notes the end of a read.
@@ -73,11 +77,11 @@ class Pace:
         """
         with self._lock:
             self.num_reads += 1
+            self.reading_s += ended_s - began_s
             self._longest_bytes = max(self._longest_bytes, nbytes)
             if refused and began_s >= self._span_began_s:
                 self._has_refused = True
-                self._ceiling = max(1, self.width // 2)
-                self._set(self._ceiling)
+                self.width = self._ceiling = max(1, self.width // 2)
                 self._begin_span(ended_s)
                 return
             if began_s < self._span_began_s or nbytes * _FULL_PART < self._longest_bytes:
@@ -85,25 +89,23 @@ class Pace:
             self._span_reads += 1
             self._span_s += ended_s - began_s
             self._is_span_full &= is_full
-            needed = self.width * (_SPANS_AFTER_REFUSAL if self._has_refused else 1)
-            if not self._best_s:
-                needed = self._least
-            if self._span_reads >= needed:
+            needed = self.width // 2 if self._best_s else self._least
+            if self._span_reads >= max(1, needed, self._has_refused * _SPANS_AFTER_REFUSAL * self.width):
                 self._end_span(ended_s)
 
     def _end_span(self, now_s: float) -> None:
         mean_s = self._span_s / self._span_reads
-        self._best_s = min(self._best_s or mean_s, mean_s)
+        self._best_s = mean_s if self.width <= self._least else min(self._best_s, mean_s)
         times = mean_s / self._best_s if self._best_s else 1.0
-        if self._has_refused and self._is_span_full:
-            self._ceiling = min(self._most, self._ceiling + max(1, self._ceiling // 8))
-            self._set(self._ceiling)
+        if self._has_refused:
+            if self._is_span_full:
+                self.width = self._ceiling = min(self._most, self._ceiling + 1)
         elif times > _SHRINKS_ABOVE:
-            self._set(max(min(self._least, self.width), round(self.width * _SHRINKS_TO / times)))
+            self.width = max(self._least, round(self.width * _SHRINKS_TO / times))
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _MOST_PAUSE)
+        elif self._pause > 1:
+            self._pause -= 1
         elif times < _GROWS_BELOW and self._is_span_full:
-            self._set(min(2 * self.width, self._ceiling))
+            self.width = min(2 * self.width, self._ceiling)
         self._begin_span(now_s)
-
-    def _set(self, width: int) -> None:
-        self.width = width
-        self.widest = max(self.widest, width)

@@ -792,6 +792,9 @@ def plan_transfer(
     sizes = choose_sizes(
         total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes, to_device=to_device
     )
+    num_own = sizes.num_own
+    if even_slots:  # buffers are on devices, and chunks in host memory
+        num_own = max(num_own, num_own_chunks(0, staging_bytes, size.own_bytes(sizes.chunk_bytes)))
     plan = TransferPlan(
         ranges,
         readers,
@@ -805,7 +808,7 @@ def plan_transfer(
         sizes.ahead,
         tuple(hosts),
         num_sharing,
-        sizes.num_own,
+        num_own,
     )
     return plan.deeper(staging_bytes, DEVICE_DEPTH) if to_device else plan
 

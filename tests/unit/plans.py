@@ -22,6 +22,8 @@ def plan_for_all(
 def staged_bytes(plan: TransferPlan) -> int:
     """Returns the most bytes of one rank's part of all buffers, those for reading ahead included."""
     num_own = plan.num_own if plan.ahead else plan.num_own - plan.depth  # whose rounds have memory
+    if plan.even_slots:  # in host memory
+        num_own = -(-plan.ahead // plan.num_windows)
     return plan.depth * -(-plan.buffer_bytes // plan.num_sharing) + plan.part_of(num_own * plan.own_bytes)
 
 
