@@ -96,6 +96,10 @@ class ByteCounter:
             self.total += nbytes
 
 
+def ignore(after_s: float) -> None:
+    """Takes no notice of the time to a first byte; see `Storage.listen`."""
+
+
 class Storage(ABC):
     """Read access to the files below a root; the base class of storages.
 
@@ -125,7 +129,7 @@ class Storage(ABC):
         self.url = location.url
         self.secrets = Secrets(location, {})
         self._count = ByteCounter()
-        self._heard: Callable[[float], object] = lambda after_s: None
+        self._heard: Callable[[float], object] = ignore
 
     @property
     def shared(self) -> bool:

@@ -107,7 +107,7 @@ class Buffers:
             num_buffers = self.depth = min(self.depth, fitting)
         self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
         transport.allocate_all(num_buffers, buffer_bytes)
-        self._own = _OwnMemory(transport, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
+        self._own = _OwnMemory(transport, num_buffers, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
 
     @property
     def nbytes(self) -> int:
@@ -374,13 +374,14 @@ class _OwnMemory:
 
     Args:
         transport: Allocates it.
+        count: Number of parts for the rounds in flight.
         most: Number of parts.
         nbytes: Length of each.
     """
 
-    def __init__(self, transport: Transport, most: int, nbytes: int) -> None:
+    def __init__(self, transport: Transport, count: int, most: int, nbytes: int) -> None:
         self._transport = transport
-        transport.allocate_own(most, round_up(nbytes, PAGE_BYTES))
+        transport.allocate_own(count, most, round_up(nbytes, PAGE_BYTES))
         self._free = list(range(most))  # the first one is free next
         self._used: deque[tuple[int, int]] = deque()  # number of the round and of the part
         self._most_bytes: dict[int, int] = {}  # of a chunk in each part

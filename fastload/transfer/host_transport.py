@@ -232,11 +232,11 @@ class HostTransport(Transport):
         assert self._shared is not None, "shares memory"
         return self._shared.memory_of(rank)
 
-    def allocate_own(self, most: int, nbytes: int) -> None:
+    def allocate_own(self, count: int, most: int, nbytes: int) -> None:
         if self._shared is not None:
             self._shared.allocate_own(most, nbytes)
         else:
-            super().allocate_own(most, nbytes)
+            super().allocate_own(count, most, nbytes)
 
     def own(self, number: int) -> Tensor:
         return self._shared.own(number, self._rank) if self._shared is not None else super().own(number)

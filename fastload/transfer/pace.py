@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 
 _FAR_S = 0.015  # to the first byte of the first read: storage that rewards many requests
-_FAR = 16
 _GROWS_BELOW = 1.4  # times the best span
 _SHRINKS_ABOVE = 1.8
 _SHRINKS_TO = 1.2
@@ -31,6 +30,7 @@ class Pace:
     Args:
         least: Reads in flight at first, and at least, unless storage refuses.
         most: At most.
+        far: Reads in flight as soon as storage turns out to be far away.
 
     Attributes:
         width: Reads in flight now.
@@ -39,11 +39,12 @@ class Pace:
         first_byte_s: Time to the first byte of all of them together; 0 where storage cannot tell.
     """
 
-    def __init__(self, least: int, most: int) -> None:
+    def __init__(self, least: int, most: int, far: int = 1) -> None:
         self.width = self._least = least
         self.num_reads = 0
         self.reading_s = self.first_byte_s = 0.0
         self._most = self._ceiling = max(least, most)
+        self._far = far
         self._lock = threading.Lock()
         self._longest_bytes = 0
         self._best_s = 0.0
@@ -63,7 +64,7 @@ class Pace:
             self.first_byte_s += after_s
             is_first, self._has_heard = not self._has_heard, True
             if is_first and after_s >= _FAR_S and not self._has_refused:
-                self.width = max(self.width, min(_FAR, self._ceiling))
+                self.width = max(self.width, min(self._far, self._ceiling))
 
     def ended(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
         """Notes the end of a read.
@@ -73,7 +74,7 @@ class Pace:
             began_s: When it began, in seconds of a monotonic clock.
             ended_s: When it ended.
             refused: Whether storage has refused a request meanwhile.
-            is_full: Whether as many reads as allowed were in flight.
+            is_full: Whether more reads are waiting to be begun.
         """
         with self._lock:
             self.num_reads += 1

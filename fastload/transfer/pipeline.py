@@ -181,7 +181,8 @@ class Starter:
 class ReadAhead:
     """The chunks that this rank reads, also before their rounds are in flight.
 
-    Twice as many are begun as are read at once: some wait for an earlier one, others to be read.
+    Half as many again are begun as are read at once: some wait for an earlier one, others to be read. If none
+    waits to be read, reading is ahead of the exchange, and no more are read at once.
 
     Args:
         rank: This rank.
@@ -208,7 +209,8 @@ class ReadAhead:
         """Begins all reads that are allowed once so many rounds of a plan are over."""
         self._buffers.release(self._first_number + num_done - 1)
         num_windows = plan.num_windows
-        most = max(2 * self._reader.pace.width, plan.depth) * num_windows
+        width = self._reader.pace.width
+        most = max(width + width // 2, plan.depth) * num_windows
         end = num_done + (min(most, plan.ahead) if plan.ahead else most)
         for index in plan.rounds_of(self._rank, self._next, end):
             if not self._begin(plan, index):
@@ -262,6 +264,8 @@ class ReadAhead:
 _MAX_READ_THREADS = 8
 _MOST_READS = 64
 _MOST_READS_OF_ALL = 2048  # of a job
+_FAR_READS = 16
+_FAR_READS_OF_ALL = 32
 _FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
@@ -277,9 +281,9 @@ def pace_of(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order
         return Pace(num_threads or 1, num_threads or 1)
     fair = max(2, min(2 * (os.cpu_count() or 1) // ranks_on_host, _MAX_READ_THREADS))
     least = plan.num_reads if plan.exchanges else min(plan.depth, fair)
-    return Pace(
-        least, max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // len(plan.readers))))
-    )
+    num_readers = len(plan.readers)
+    most = max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // num_readers)))
+    return Pace(least, most, min(_FAR_READS, max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers)))
 
 
 class PlacedRounds:

@@ -24,7 +24,7 @@ from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.storage import PatientStorage, take
-from fastload.storage.base import ByteCounter
+from fastload.storage.base import ByteCounter, ignore
 from fastload.transfer.pace import Pace
 
 _MAX_REREADS = 64  # a file with many damaged blocks is not read twice
@@ -344,6 +344,7 @@ class ChunkReader:
             storage responds after all.
         """
         self._workers.close(wait_s=wait_s)
+        self._storage.listen(ignore)  # else storage → reader → storage would keep all their memory alive
         self.held = None
         return self._workers.is_idle
 
@@ -381,7 +382,7 @@ class ChunkReader:
         with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):
             began_s, num_retries = time.monotonic(), storage.num_retries
             storage.read_into(file.name, byte_range.offset, buffers, file.version)
-        refused, is_full = storage.num_retries > num_retries, self._workers.num_calls >= pace.width
+        refused, is_full = storage.num_retries > num_retries, self._workers.num_calls > pace.width
         pace.ended(byte_range.nbytes, began_s, time.monotonic(), refused=refused, is_full=is_full)
         self._workers.set_most(pace.width)
 

@@ -143,7 +143,7 @@ class Transport:
         self._pinned = pinned
         self._buffers: list[Tensor] = []
         self._own: list[Tensor] = []
-        self._own_bytes = 0
+        self._most_own = self._own_bytes = 0
 
     @property
     def shares_memory(self) -> bool:
@@ -190,9 +190,16 @@ class Transport:
         """Returns the memory that a rank of this host shares, with all buffers and chunks; flat uint8."""
         raise NotImplementedError
 
-    def allocate_own(self, most: int, nbytes: int) -> None:
-        """Allows host memory for some chunks that this rank reads, each of at most `nbytes`."""
-        self._own_bytes = nbytes
+    def allocate_own(self, count: int, most: int, nbytes: int) -> None:
+        """Allocates host memory for chunks that this rank reads.
+
+        Args:
+            count: Number of chunks, of which each rank has memory before data move.
+            most: Number of chunks that `own` may be asked for.
+            nbytes: Length of each.
+        """
+        self._most_own, self._own_bytes = most, nbytes
+        self._own = allocate_buffers(count, nbytes, pinned=self._pinned)
 
     def own(self, number: int) -> Tensor:
         """Returns the memory for a chunk that this rank reads, once the ranks are connected.
@@ -200,8 +207,9 @@ class Transport:
         Args:
             number: Which; lower numbers first.
         """
-        if number >= len(self._own):  # page-locked memory is taken at once
-            self._own += allocate_buffers(max(1, len(self._own)), self._own_bytes, pinned=self._pinned)
+        if number >= len(self._own):  # page-locked memory is taken at once, so not all of it
+            more = min(len(self._own), self._most_own - len(self._own))
+            self._own += allocate_buffers(more, self._own_bytes, pinned=self._pinned)
         return self._own[number]
 
     def freed(self, number: int) -> int:

@@ -44,8 +44,8 @@ class InProcess(LocalTransport):
     def allocate_all(self, count: int, nbytes: int) -> None:
         self._num_buffers, self._buffer_bytes = count, round_up(nbytes, 8)
 
-    def allocate_own(self, most: int, nbytes: int) -> None:
-        super().allocate_own(most, nbytes)
+    def allocate_own(self, count: int, most: int, nbytes: int) -> None:
+        super().allocate_own(count, most, nbytes)
         length = self._num_buffers * self._buffer_bytes + (most * nbytes if self.shares_memory else 0)
         self._shared[self._rank] = allocate_staging(length, pinned=False)
 

@@ -59,7 +59,7 @@ def test_storage_that_is_far_away_gets_as_many_as_are_allowed(first_byte: bool) 
         latency_s, all_s, _ = far(in_flight, now_s)
         return latency_s if first_byte else 0.0, all_s, False
 
-    pace = Pace(4, 64)
+    pace = Pace(4, 64, 16)
     duration_s, _ = read_all(pace, 512, answer)
     assert pace.width == 64
     assert duration_s < (1.9 if first_byte else 2.4)  # 64 at once from the beginning take 1.5 s
@@ -68,7 +68,7 @@ def test_storage_that_is_far_away_gets_as_many_as_are_allowed(first_byte: bool) 
 
 @pytest.mark.parametrize("least", [2, 4])
 def test_a_link_that_is_full_gets_no_more(least: int) -> None:
-    pace = Pace(least, 64)
+    pace = Pace(least, 64, 16)
     duration_s, _ = read_all(pace, 512, lambda in_flight, now_s: (0.001, 0.02 * in_flight, False))
     assert pace.width <= 2 * least
     assert pace.reading_s / duration_s <= 2.5 * least
@@ -76,7 +76,7 @@ def test_a_link_that_is_full_gets_no_more(least: int) -> None:
 
 def test_what_is_known_of_another_time_is_forgotten() -> None:
     """Once the other ranks have read their parts, the link has room for more reads of this one."""
-    pace = Pace(2, 64)
+    pace = Pace(2, 64, 16)
     read_all(pace, 2000, lambda in_flight, now_s: (0.001, 0.02 * in_flight if now_s < 4.0 else 0.1, False))
     assert pace.width > 8
 
@@ -95,7 +95,7 @@ def test_a_store_that_refuses_gets_fewer() -> None:
         refused_s.extend([now_s] * refuses)
         return latency_s, all_s, refuses
 
-    pace = Pace(4, 64)
+    pace = Pace(4, 64, 16)
     duration_s, _ = read_all(pace, 4000, answer)
     assert duration_s < 4000 / 200 * 1.5
     assert sum(at_s > 3.0 for at_s in refused_s) < 80
