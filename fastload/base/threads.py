@@ -410,6 +410,8 @@ def in_threads(function: Callable[[S], T], items: Sequence[S], at_once: int = _A
         except RuntimeError:  # fewer do as well
             if not number:
                 raise
+        if len(results) == len(items):  # of which none takes as long as a thread takes to start
+            break
     for thread in threads:
         thread.join()
     if errors:

@@ -37,7 +37,7 @@ from fastload.formats.names import (
     ZIP_STARTS,
     metadata_names,
 )
-from fastload.formats.reading import read_bytes
+from fastload.formats.reading import do_at_once, read_bytes
 from fastload.formats.record import is_recorded
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.seal import SealableFile, read_seal
@@ -115,12 +115,13 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
                     manifest = _with_checksums(storage, manifest, read_exactly)
                 return manifest  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
-    stat = storage.stat("")
+    files = ["", SEAL_NAME] if sealed and isinstance(storage, SealableFile) else [""]
+    stat, *seals = do_at_once(storage, [partial(storage.stat, name) for name in files])
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
     file_format = _file_format(storage, "", stat.nbytes)
     manifest = file_format.read_file(storage, "", stat, exact=exact)
-    if sealed and isinstance(storage, SealableFile) and storage.stat(SEAL_NAME) is not None:
+    if any(seals):
         read_exactly = partial(file_format.read_file, storage, "", stat, exact=True)
         manifest = _with_checksums(storage, manifest, read_exactly)
     return manifest  # type: ignore[no-any-return]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import xxhash
 
@@ -11,12 +13,69 @@ from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import HEAD_BYTES, FileStat, Storage, is_page
 
+ReadRange = Callable[[int, int], bytes]
+"""Returns the bytes at an offset, given offset and length."""
+
+_FEW, _MANY = 8, 100
+
+
+def at_once(storage: Storage) -> int:
+    """Returns the number of small requests at once: many if each takes a round trip."""
+    return _FEW if storage.probes else _MANY
+
+
+def do_at_once(storage: Storage, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Does a few tasks that read, at once if each request takes a round trip; returns the results."""
+    if storage.probes or len(tasks) == 1:
+        return [task() for task in tasks]
+    return in_threads(lambda task: task(), tasks, len(tasks))
+
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
     """Reads a range of a file."""
+    if not nbytes:
+        return b""
     buffer = bytearray(nbytes)
     storage.read_into(name, offset, [memoryview(buffer)])
     return bytes(buffer)
+
+
+def read_ends(
+    storage: Storage, name: str, begin: int, nbytes: int, head_bytes: int, tail_bytes: int
+) -> ReadRange:
+    """Reads the first bytes of a part of a file; if each request takes a round trip, the last ones at once.
+
+    Args:
+        storage: The storage.
+        name: The file.
+        begin: Offset of the part in the file.
+        nbytes: Length of the part.
+        head_bytes: Number of first bytes to read.
+        tail_bytes: Number of last bytes to read.
+
+    Returns:
+        A function that reads from the part, and makes no request for these bytes.
+    """
+    if storage.probes:
+        tail_bytes = 0
+
+    def read(offset: int, length: int) -> bytes:
+        return read_bytes(storage, name, begin + offset, length)
+
+    if nbytes <= head_bytes + tail_bytes:
+        head_bytes, tail_bytes = nbytes, 0
+    tail_begin = nbytes - tail_bytes
+    ends = [(0, head_bytes), *([(tail_begin, tail_bytes)] if tail_bytes else [])]
+    head, *tail = do_at_once(storage, [partial(read, *end) for end in ends])
+
+    def read_rest(offset: int, length: int) -> bytes:
+        if offset + length <= head_bytes:
+            return head[offset : offset + length]  # type: ignore[no-any-return]
+        if tail and offset >= tail_begin:
+            return tail[0][offset - tail_begin :][:length]  # type: ignore[no-any-return]
+        return read(offset, length)
+
+    return read_rest
 
 
 _LFS = b"version https://git-lfs"
@@ -44,7 +103,7 @@ def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
     Raises:
         IncompleteCheckpoint: Some are missing.
     """
-    stats = dict(zip(names, in_threads(storage.stat, names), strict=True))
+    stats = dict(zip(names, in_threads(storage.stat, names, at_once(storage)), strict=True))
     missing = [name for name, stat in stats.items() if stat is None]
     if missing:
         count = f"{len(missing)} of {len(names)}"

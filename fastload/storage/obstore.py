@@ -28,6 +28,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, HTTPStore, from_url
 
+from fastload.base.threads import in_threads
 from fastload.errors import OptionError, StorageError
 from fastload.options import Patience
 from fastload.storage.azure import url_of, wait_for_copy
@@ -84,6 +85,8 @@ _SIGNATURES = frozenset(
 # Responses to HEAD of servers that only know GET, and to URLs that are signed for GET.
 _NO_HEAD = (403, 405, 501)
 _NO_SUCH_RANGE = 416
+FIRST_BYTES = 256 << 10
+"""Bytes to read of a file whose name is a guess: a small one completely, the header of a large one."""
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -311,10 +314,8 @@ class ObjectStorage(WritableStorage):
         self.settings = settings_of(root, options, attempt_s=patience.attempt_s)
         # Without retries of obstore: those of fastload know the deadline and all transient errors.
         self.store: Any = self.settings.make(retry={"max_retries": 0})
-        s3 = self.settings.s3
-        # Buckets list objects in order, except directory buckets of S3.
-        self._is_sorted = s3 is None or not is_on(s3.options.get("s3_express"))
-        self._known: dict[str, FileStat] = {}
+        self._known: dict[str, FileStat | None] = {}  # None: a guess that was wrong
+        self._firsts: dict[str, bytes] = {}  # what was read of guesses, for the next read of each
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
     def stat(self, name: str) -> FileStat | None:
@@ -324,30 +325,36 @@ class ObjectStorage(WritableStorage):
             return None  # a bucket is not an object, though some stores say so
         is_guess = self._is_http and not self._is_file and name in ("", *self._names.likely)
         try:
-            meta = self._call(name, self._ask_for_guess if is_guess else self._ask_for_stat)
+            found = self._guess(name) if is_guess else _stat(self._call(name, self._ask_for_stat))
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
-        if meta is None:
-            return None
-        self._known[name] = found = _stat(meta)
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            found = None
+        if is_guess or found is not None:
+            self._known[name] = found
         return found
 
-    def _ask_for_guess(self, key: str) -> Any:
-        """Requests size and version by a read of the first bytes.
+    def _guess(self, name: str) -> FileStat | None:
+        """Requests size and version by a read of the first bytes, which are kept for the next read.
 
         None if these are of a page, which some servers show for every name that they lack.
         """
-        try:
-            result = get_range(self.store, key, 0, HEAD_BYTES)
-            head = bytes(result.bytes())
-        except (GenericError, NotSupportedError) as error:
-            if not _lacks_ranges(error):
-                raise
-            result = obstore.get(self.store, key)
-            head = next((bytes(part) for part in result.stream(min_chunk_size=1)), b"")
-        return None if is_page(head) else result.meta
+
+        def ask(key: str) -> tuple[Any, bytes]:
+            try:
+                result = get_range(self.store, key, 0, FIRST_BYTES)
+                return result.meta, bytes(result.bytes())
+            except (GenericError, NotSupportedError) as error:
+                if not _lacks_ranges(error):
+                    raise
+                result = obstore.get(self.store, key)
+                return result.meta, next((bytes(part) for part in result.stream(min_chunk_size=1)), b"")
+
+        meta, first = self._call(name, ask)
+        if is_page(first[:HEAD_BYTES]):
+            return None
+        self._firsts[name] = first
+        return _stat(meta)
 
     def _ask_for_stat(self, key: str) -> Any:
         """Requests size and version; where only GET is allowed, by a read of the first byte."""
@@ -361,14 +368,29 @@ class ObjectStorage(WritableStorage):
         self._takes_head = False
         return meta
 
+    def _guess_listing(self) -> list[str] | None:
+        """Requests all likely names at once; returns the first one that is there."""
+
+        def look(name: str) -> FileStat | StorageError | None:
+            try:
+                return self.stat(name)
+            except StorageError as error:
+                return error
+
+        likely = self._names.likely
+        for name, found in zip(likely, in_threads(look, likely, len(likely)), strict=True):
+            if isinstance(found, StorageError):
+                if found.transient or name != likely[0]:  # a server that denies access to it counts as none
+                    raise found
+            elif found is not None:
+                return [name]
+        return None
+
     def list(self) -> list[str] | None:
         if self._is_file:
             return None
         if self._is_http:  # HTTP has no listing: probe the likely names
-            first, *others = self._names.likely
-            if self._has(first):
-                return [first]
-            return next(([name] for name in others if self.stat(name) is not None), None)
+            return self._guess_listing()
         found = self._call("", self._objects)
         # A version other than an ETag may be spelled in another way in the responses to GET.
         self._known.update({name: _stat(meta) for name, meta in found.items() if meta.get("e_tag")})
@@ -391,6 +413,12 @@ class ObjectStorage(WritableStorage):
                 files[name] = about
         return {name: Folder(files) for name, files in sorted(found.items())}
 
+    @property
+    def _is_sorted(self) -> bool:
+        """Whether objects are listed in order, as in all buckets but directory buckets of S3."""
+        s3 = self.settings.s3
+        return s3 is None or not is_on(s3.options.get("s3_express"))
+
     def _below(self, key: str, prefix: str) -> Sequence[tuple[str, FileStat]]:
         """Lists all objects below folders with this prefix, page by page."""
         root = f"{key}/" if key else ""
@@ -403,19 +431,13 @@ class ObjectStorage(WritableStorage):
                 break
         return found
 
-    def _has(self, name: str) -> bool:
-        """Whether there is a file; a server that denies access counts as none."""
-        try:
-            return self.stat(name) is not None
-        except StorageError as error:
-            if error.transient:
-                raise
-            return False
-
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return
+        first, known = self._firsts.pop(name, b""), self._known.get(name)
+        if offset + nbytes <= len(first) and known is not None and version in ("", known.version):
+            return self.fill(name, offset, buffers, first[offset : offset + nbytes])
 
         def get(key: str) -> tuple[Any, Any]:
             asked_s = time.monotonic()
@@ -572,6 +594,7 @@ class ObjectStorage(WritableStorage):
 
     def close(self) -> None:
         self._known.clear()
+        self._firsts.clear()
 
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self._root, name) if part)

@@ -485,6 +485,7 @@ class Cleaner:
         self._retention = retention
         self._in_use = in_use
         self._last: Task | None = None
+        self._pruning: Task | None = None
 
     def clean(self) -> None:
         """Begins to remove the remains of dead saves."""
@@ -500,11 +501,17 @@ class Cleaner:
         """
         if self._retention.keep_last is not None:
             self._begin(lambda: self._prune(step, damaged) if is_committed() else None)
+            self._pruning = self._last
 
     def wait(self, timeout_s: float) -> None:
         """Waits until all deletions have ended, at most this long."""
         if self._last is not None:
             self._last.join(timeout_s)
+
+    def wait_pruned(self, timeout_s: float) -> None:
+        """Waits until all deletions of checkpoints have ended, at most this long."""
+        if self._pruning is not None:
+            self._pruning.join(timeout_s)
 
     def _begin(self, work: Callable[[], object]) -> None:
         before = self._last

@@ -480,7 +480,7 @@ class CheckpointManager:
     def _look(self) -> Listing:
         self._require_open()
         # All saves end first, so that no rank lists checkpoints that another one is about to delete.
-        return self._history.look(self._finish)
+        return self._history.look(self._finish_saves)
 
     def prefetch(self, step: int | None = None, *, options: LoadOptions | None = None) -> None:
         """Begins to read the checkpoint that `restore` will restore, in the background.
@@ -506,7 +506,7 @@ class CheckpointManager:
             FastloadError: As for `fastload.prefetch`, except for damage, which `restore` deals with.
         """
         self._require_open()
-        self._restorer.prefetch(step, options, self._finish)
+        self._restorer.prefetch(step, options, self._finish_saves)
 
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
@@ -531,7 +531,7 @@ class CheckpointManager:
             FastloadError: As for `fastload.load`; if all are damaged, the error of the oldest.
         """
         self._require_open()
-        return self._restorer.restore(step, {"into": into, **arguments}, self._finish)
+        return self._restorer.restore(step, {"into": into, **arguments}, self._finish_saves)
 
     @property
     def restored_step(self) -> int | None:
@@ -610,6 +610,14 @@ class CheckpointManager:
         finally:
             if self._cleaner is not None:
                 self._cleaner.wait(self._world.patience_s / 2)
+
+    def _finish_saves(self) -> None:
+        """As `_finish`, but for the remains of dead saves, which no listing takes for a checkpoint."""
+        try:
+            self._pending.wait()
+        finally:
+            if self._cleaner is not None:
+                self._cleaner.wait_pruned(self._world.patience_s / 2)
 
 
 def _problem_with(step: Any, metrics: Mapping[str, Any] | None) -> OptionError | None:

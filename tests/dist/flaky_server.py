@@ -15,7 +15,7 @@ from typing import TypeVar
 __all__ = ["OUTAGE_S", "FlakyServer", "Handler", "Server", "serve", "serving"]
 
 OUTAGE_S = 5.0
-_SMALL_BYTES = 4096  # ranges below are headers, which most tests leave alone
+_SMALL_BYTES = 4096  # these, and ranges from the beginning, are headers, which most tests leave alone
 _STALL_S = 30.0
 _TRICKLE_S = 0.25
 
@@ -97,7 +97,7 @@ class _Handler(Handler):
             first, last = wanted.removeprefix("bytes=").split("-")
             begin, end = int(first), min(int(last) + 1, len(data))
         fault = ""
-        if with_body and end - begin > _SMALL_BYTES:
+        if with_body and begin and end - begin > _SMALL_BYTES:
             if self.server.cut_off and self.headers.get("X-Rank") == self.server.cut_off:
                 return self._reset()
             with self.server.lock:

@@ -11,6 +11,8 @@ import pytest
 
 import fastload
 from fastload.errors import ChecksumError
+from fastload.formats.safetensors.header import LENGTH_BYTES
+from fastload.formats.safetensors.reader import NEAR_BYTES
 from tests.checkpoints import assert_same_bits, load_reference, write_sharded
 from tests.dist.harness import run_ranks
 from tests.dist.test_readers import own_disk
@@ -54,7 +56,9 @@ def test_ranks_download_every_byte_once_of_one_commit(hub: HubServer, folder: Pa
     hub.on_revision = lambda: repo.commit({"a.safetensors": b"other"})
     options = hub_options(hub, tmp_path / "cache")
     run_ranks(load, NUM_RANKS, ranks_per_host=1, folder=folder, storage_options=options)
-    assert hub.cdn.sent_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    files = [path.read_bytes() for path in folder.glob("*.safetensors")]
+    data = sum(len(file) - LENGTH_BYTES - int.from_bytes(file[:LENGTH_BYTES], "little") for file in files)
+    assert hub.cdn.sent_bytes == data + len(files) * NEAR_BYTES, "the data, and what has the headers"
     assert hub.asked("/revision/") == ["GET /api/models/org/model/revision/main"]
     assert len(hub.asked("/tree/")) == 2  # pages
     resolved = [path for path in hub.asked("/resolve/") if "index.json" not in path]

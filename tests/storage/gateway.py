@@ -48,6 +48,7 @@ class Gateway(Server):
         log: The requests so far.
         change: Returns what to answer in place of the store's answer to a request.
         answer: Returns what to answer without the store; None to ask it.
+        hold: Surrounds the answer to a request.
     """
 
     def __init__(self, upstream: str, context: ssl.SSLContext | None = None) -> None:
@@ -56,6 +57,7 @@ class Gateway(Server):
         self.log: list[Request] = []
         self.change: Callable[[Request, Answer], Answer] = lambda request, answer: answer
         self.answer: Callable[[Request], Answer | None] = lambda request: None
+        self.hold: Callable[[Request], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         if context is not None:
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
@@ -74,7 +76,11 @@ class _Handler(Handler):
         request = Request(self.command, url.netloc or headers["host"], path, headers)
         self.server.log.append(request)
         body = self._body()
-        answer = self.server.answer(request) or self._ask(path, body)
+        with self.server.hold(request):
+            self._answer(request, body)
+
+    def _answer(self, request: Request, body: bytes) -> None:
+        answer = self.server.answer(request) or self._ask(request.path, body)
         answer = self.server.change(request, answer)
         self.send_response(answer.status)
         length = str(len(answer.body))

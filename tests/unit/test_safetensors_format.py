@@ -24,6 +24,7 @@ from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.open import read_manifest
 from fastload.formats.safetensors.header import MAX_HEADER_BYTES, parse_header
+from fastload.formats.safetensors.reader import NEAR_BYTES
 from fastload.storage.base import FileStat, Storage
 
 URL = "mem://ckpt"
@@ -31,6 +32,8 @@ URL = "mem://ckpt"
 
 class MemoryStorage(Storage):
     """Files in a dict, and a record of every read. A size may be given that the bytes do not have."""
+
+    probes = False
 
     def __init__(self, files: dict[str, bytes] | bytes, sizes: dict[str, int] | None = None) -> None:
         super().__init__(URL)
@@ -262,9 +265,11 @@ def test_message_stays_short_whatever_the_file_says() -> None:
     ("length", "file_nbytes"),
     [(2**62, 64), (2**62, 2**63 - 1), (2**64 - 1, 64), (MAX_HEADER_BYTES + 1, 2**40), (90_000_000, 64)],
 )
-def test_lying_header_length_allocates_nothing(length: int, file_nbytes: int) -> None:
-    storage = MemoryStorage(struct.pack("<Q", length) + b"x" * 56, {"": file_nbytes})
+@pytest.mark.parametrize("probes", [False, True])
+def test_lying_header_length_allocates_nothing(length: int, file_nbytes: int, probes: bool) -> None:
+    storage = MemoryStorage(struct.pack("<Q", length) + b"x" * NEAR_BYTES, {"": file_nbytes})
     storage.url += ".safetensors"
+    storage.probes = probes
     tracemalloc.start()
     try:
         with pytest.raises(ManifestError, match=f"header length of {length} bytes is over the limit"):
@@ -272,7 +277,7 @@ def test_lying_header_length_allocates_nothing(length: int, file_nbytes: int) ->
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
-    assert storage.reads == [("", 0, 8)]
+    assert storage.reads == [("", 0, 8 if probes else min(file_nbytes, NEAR_BYTES))]
 
 
 def test_file_that_shrank_is_a_storage_error() -> None:
@@ -323,10 +328,23 @@ def test_good_file_reads_as_the_reference_reads_it(file: bytes) -> None:
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
-def test_reads_eight_bytes_then_the_header() -> None:
+def test_a_header_that_is_longer_than_the_first_read() -> None:
+    header = {"a": entry(), "__metadata__": {"text": "x" * NEAR_BYTES}}
+    storage = MemoryStorage(file := pack(header, b"xx"))
+    storage.url += ".safetensors"
+    assert contents(file, read_manifest(storage)) == reference_contents(file)
+    assert storage.reads == [("", 0, NEAR_BYTES), ("", NEAR_BYTES, len(file) - NEAR_BYTES - 2)]
+    storage = MemoryStorage(file := pack({"a": entry()}, b"xx"))
+    storage.url += ".safetensors"
+    assert contents(file, read_manifest(storage)) == reference_contents(file)
+    assert storage.reads == [("", 0, len(file))]
+
+
+def test_where_requests_take_no_time_it_reads_eight_bytes_then_the_header() -> None:
     file = pack({"a": entry(), "__metadata__": {"format": "pt"}}, b"xx", padding=b"  ")
     storage = MemoryStorage(file)
     storage.url += ".safetensors"
+    storage.probes = True
     manifest = read_manifest(storage)
     header = file[8:-2]
     assert storage.reads == [("", 0, 8), ("", 8, len(header))]

@@ -16,7 +16,8 @@ from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.metadata import Item
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.reading import read_bytes
+from fastload.formats.reading import at_once, read_bytes, read_ends
+from fastload.formats.torch_save.archive import TAIL_BYTES
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
@@ -29,7 +30,6 @@ _MAX_READ_BYTES = 4 << 20
 _MAX_LAYOUTS = 16  # of one kind, with strides in other orders
 _NUMBERS = re.compile("[0-9]+")
 _NEAR_BYTES = 4 << 10  # read at first of an item; longer than most heads
-_FEW_REQUESTS, _MANY_REQUESTS = 8, 32
 
 
 class TensorItem(NamedTuple):
@@ -94,13 +94,14 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
         for one, kind in zip(wanted, kind_of, strict=True)
     ]
     read_items(storage, heads, compare)
-    for index, one in enumerate(wanted):
-        if result[index] is None:
-            known = kinds[kind_of[index]]
-            layout = _read_layout(storage, one)
-            result[index] = next((other for other in known if other == layout), layout)
-            if len(known) < _MAX_LAYOUTS:
-                known.append(layout)
+    others = [index for index, layout in enumerate(result) if layout is None]
+    for index, layout in zip(
+        others, _read_layouts(storage, [wanted[index] for index in others]), strict=True
+    ):
+        known = kinds[kind_of[index]]
+        result[index] = next((other for other in known if other == layout), layout)
+        if len(known) < _MAX_LAYOUTS:
+            known.append(layout)
     return [layout for layout in result if layout is not None]
 
 
@@ -132,7 +133,7 @@ def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLa
     if all(layout.entry for layout in layouts.values()):
         return [layouts[kind] for kind in kinds]
     refused = [one for one, kind in zip(wanted, kinds, strict=True) if layouts[kind].entry is None]
-    looked_at = dict(zip(refused, in_threads(lambda one: _read_layout(storage, one), refused), strict=True))
+    looked_at = dict(zip(refused, _read_layouts(storage, refused), strict=True))
     return [looked_at.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
 
 
@@ -144,7 +145,7 @@ def _one_of_each(
 ) -> dict[_Kind, ItemLayout]:
     """Reads the layout of the first item of each kind."""
     firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
-    found = in_threads(lambda one: _read_layout(storage, one), list(firsts.values()), _at_once(storage))
+    found = _read_layouts(storage, list(firsts.values()))
     return dict(zip(firsts, found, strict=True))
 
 
@@ -167,12 +168,7 @@ def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, byt
             begin = items[index].offset - first.offset
             take(index, data[begin : begin + items[index].nbytes])
 
-    in_threads(read, list(_groups(items)), _at_once(storage))
-
-
-def _at_once(storage: Storage) -> int:
-    """Returns the number of requests at once: many if each takes a round trip."""
-    return _FEW_REQUESTS if storage.probes else _MANY_REQUESTS
+    in_threads(read, list(_groups(items)), at_once(storage))
 
 
 def _groups(items: Sequence[Item]) -> Iterator[list[int]]:
@@ -194,6 +190,11 @@ def _end(item: Item) -> int:
     return item.offset + item.nbytes
 
 
+def _read_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
+    """Reads the layouts of items in threads."""
+    return in_threads(lambda one: _read_layout(storage, one), wanted, at_once(storage))
+
+
 def _read_layout(storage: Storage, wanted: TensorItem) -> ItemLayout:
     """Reads everything but the data of an item.
 
@@ -201,13 +202,7 @@ def _read_layout(storage: Storage, wanted: TensorItem) -> ItemLayout:
         ManifestError: It is malformed, or contradicts the metadata.
     """
     item, where = wanted.item, f"{storage.label(wanted.item.file)} at byte {wanted.item.offset}"
-    near = read_bytes(storage, item.file, item.offset, min(item.nbytes, _NEAR_BYTES))
-
-    def read(offset: int, nbytes: int) -> bytes:
-        if offset + nbytes <= len(near):
-            return near[offset : offset + nbytes]
-        return read_bytes(storage, item.file, item.offset + offset, nbytes)
-
+    read = read_ends(storage, item.file, item.offset, item.nbytes, _NEAR_BYTES, TAIL_BYTES)
     archive = open_archive(read, item.nbytes, where)
     state = encode_pickle(
         unpickle(archive.pickle, where),

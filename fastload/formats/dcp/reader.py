@@ -7,8 +7,9 @@ with the values that are the same on all ranks. Its keys come before those of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import xxhash
@@ -22,8 +23,9 @@ from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.parts import join_pieces, nested, numbered
-from fastload.formats.reading import read_bytes, read_limited, stat_all
+from fastload.formats.reading import ReadRange, at_once, do_at_once, read_ends, read_limited, stat_all
 from fastload.formats.torch_save import zip_file
+from fastload.formats.torch_save.archive import TAIL_BYTES
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.unpickle import Global, PickledCall, unpickle
 from fastload.formats.torch_save.zip_file import entries_of, open_archive
@@ -34,6 +36,7 @@ from fastload.storage.base import FileStat, Storage
 
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_VALUE_BYTES = 64 << 10  # read in one piece
+_MAX_REMOTE_VALUE_BYTES = 1 << 20  # the same where each request takes a round trip
 _BYTES_IO = Global("_io", "BytesIO")
 _COMMON_NAME = "common.pt"
 _MEGATRON_NAMES = {_COMMON_NAME, "metadata.json"}
@@ -62,9 +65,9 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     stats = _stat_files(storage, metadata, where) | stat_all(storage, common)
     stats = dict(sorted(stats.items()))
     reader = _ItemReader(storage, metadata, [*stats], budget)
-    guards, heads = reader.read_tensors(exact=exact)
-    digests = reader.read_values()
-    keys = reader.read_common(stats[_COMMON_NAME]) if common else []
+    tasks: list[Callable[[], Any]] = [partial(reader.read_tensors, exact=exact), reader.read_values]
+    tasks += [partial(reader.read_common, stats[name]) for name in common]
+    (guards, heads), digests, *keys = do_at_once(storage, tasks)
     stored = [entry.name for entry in reader.tensors]
     if len(set(stored)) < len(stored):
         twice = next(name for name, after in pairwise(sorted(stored)) if name == after)
@@ -75,7 +78,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         storage.url,
         tuple(FileEntry(name, stat.nbytes, stat.version, digests[name]) for name, stat in stats.items()),
         tuple(in_order(reader.tensors)),
-        structure={"dict": [*keys, *nested(ordered, metadata.paths, where)["dict"]]},
+        structure={"dict": [*chain(*keys), *nested(ordered, metadata.paths, where)["dict"]]},
         record_digest=_digest(texts),
         format="dcp",
         guards=guards,
@@ -144,14 +147,14 @@ class _ItemReader:
 
     Attributes:
         tensors: The tensors found so far.
-        nodes: The nodes of tensors and values found so far, by flattened name.
+        nodes: The nodes of tensors and values, by flattened name; None before it is found.
     """
 
     def __init__(
         self, storage: Storage, metadata: DcpMetadata, files: Sequence[str], budget: MemoryBudget
     ) -> None:
         self.tensors: list[TensorEntry] = []
-        self.nodes: dict[str, Any] = {}
+        self.nodes: dict[str, Any] = dict.fromkeys((*metadata.tensors, *metadata.values))
         self._storage = storage
         self._metadata = metadata
         self._numbers = {name: number for number, name in enumerate(files)}
@@ -212,11 +215,19 @@ class _ItemReader:
         def read(index: int, data: bytes) -> None:
             digests[names[index]] = self._read_value(names[index], items[index], data)
 
-        small = [index for index, item in enumerate(items) if item.nbytes <= _MAX_VALUE_BYTES]
-        read_items(self._storage, [items[index] for index in small], lambda at, data: read(small[at], data))
-        for index, item in enumerate(items):
-            if item.nbytes > _MAX_VALUE_BYTES:
-                read(index, b"")
+        most = _MAX_VALUE_BYTES if self._storage.probes else _MAX_REMOTE_VALUE_BYTES
+        small = [index for index, item in enumerate(items) if item.nbytes <= most]
+        large = [index for index, item in enumerate(items) if item.nbytes > most]
+
+        def read_small() -> None:
+            read_items(
+                self._storage, [items[index] for index in small], lambda at, data: read(small[at], data)
+            )
+
+        def read_large() -> None:
+            in_threads(lambda index: read(index, b""), large)  # a few, for their memory
+
+        do_at_once(self._storage, [read_small, read_large])
         of_files: dict[str, list[bytes]] = {name: [] for name in self._numbers}
         for name, item in sorted(self._metadata.values.items()):
             of_files[item.file].append(digests[name].encode())
@@ -226,12 +237,13 @@ class _ItemReader:
         """Adds a value, given its bytes, if they have been read; returns its digest."""
         where = f"{self._storage.label(item.file)}: {show(name)}"
 
-        def read(offset: int, nbytes: int) -> bytes:
-            if data:
-                return data[offset : offset + nbytes]
-            return read_bytes(self._storage, item.file, item.offset + offset, nbytes)
+        def read_data(offset: int, nbytes: int) -> bytes:
+            return data[offset : offset + nbytes]
 
-        archive = open_archive(read, item.nbytes, where)
+        read: ReadRange = read_data
+        if not data:
+            read = read_ends(self._storage, item.file, item.offset, item.nbytes, TAIL_BYTES, TAIL_BYTES)
+        archive = open_archive(read, item.nbytes, where, num_reads=1 if data else at_once(self._storage))
         value = _without_class(unpickle(archive.pickle, where))
         state = encode_pickle(value, len(archive.pickle), where, name, budget=self._budget)
         self.nodes[name] = state.structure

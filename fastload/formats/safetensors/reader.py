@@ -14,7 +14,7 @@ from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import BIN_NAME, INDEX_NAME, INDEX_SUFFIX, SUFFIX, missing_files
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import read_bytes, read_limited, stat_all, what_instead
+from fastload.formats.reading import at_once, read_bytes, read_limited, stat_all, what_instead
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors
 
 _MAX_INDEX_BYTES = 100_000_000
+NEAR_BYTES = 64 << 10
+"""Bytes that are read at first where each request takes a round trip: more than most headers have."""
 
 
 def has_files(listing: Sequence[str]) -> bool:
@@ -133,7 +135,9 @@ def choose_single(
     """
     files = sorted(set(weight_map.values()))
     is_preferred = single in (f"model{SUFFIX}", BIN_NAME)
-    if not (is_preferred and set(names) == set(weight_map)) and all(in_threads(storage.stat, files)):
+    if not (is_preferred and set(names) == set(weight_map)) and all(
+        in_threads(storage.stat, files, at_once(storage))
+    ):
         raise ManifestError(
             f"{storage.url}: two models: one in {single!r}, and the one of {index!r}: remove one of them, or "
             "name the file"
@@ -179,7 +183,7 @@ def assemble(
     tensors: list[TensorEntry] = []
     metadata: dict[str, str] = {}
     shards: dict[int, str] = {}
-    for file, entries, file_metadata in in_threads(read, list(enumerate(stats.items()))):
+    for file, entries, file_metadata in in_threads(read, list(enumerate(stats.items())), at_once(storage)):
         if _SHARDING_KEY in file_metadata:
             shards[len(files)] = file_metadata.pop(_SHARDING_KEY)
         files.append(file)
@@ -199,7 +203,8 @@ def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
         raise ManifestError(f"{url}: the file is empty")
     if nbytes < LENGTH_BYTES:
         raise ManifestError(f"{url}: {nbytes} bytes are too few for a safetensors file")
-    prefix = read_bytes(storage, name, 0, LENGTH_BYTES)
+    near = read_bytes(storage, name, 0, LENGTH_BYTES if storage.probes else min(nbytes, NEAR_BYTES))
+    prefix = near[:LENGTH_BYTES]
     length = int.from_bytes(prefix, "little")
     limit = min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES)
     if length > limit:
@@ -210,7 +215,8 @@ def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {nbytes}); the file starts with {prefix!r}"
         )
-    return read_bytes(storage, name, LENGTH_BYTES, length)
+    header = near[LENGTH_BYTES:][:length]
+    return header + read_bytes(storage, name, LENGTH_BYTES + len(header), length - len(header))
 
 
 def _is_text(prefix: bytes) -> bool:

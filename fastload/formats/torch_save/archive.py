@@ -7,14 +7,13 @@ each name is unique, nothing is encrypted. So no record costs more than the byte
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
+from fastload.formats.reading import ReadRange
 from fastload.formats.untrusted import show
-
-ReadRange = Callable[[int, int], bytes]
-"""Returns the bytes at an offset of the archive, given offset and length."""
 
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -26,7 +25,8 @@ _VERSION = 45  # of the zip format: with sizes of 64 bits
 _EPOCH = 0x21  # the first of January 1980, before which zip knows no time
 _FULL_2, _FULL_4 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIBED_AFTER = 0x2041, 0x8  # flags
-_TAIL_BYTES = 64 << 10  # read at first, from the end
+TAIL_BYTES = 64 << 10
+"""Bytes that are read at first, from the end of an archive."""
 _MAX_COMMENT_BYTES = 0xFFFF
 _MAX_DIRECTORY_BYTES = 1 << 30
 _ALIGNMENT = 64  # of the data in what torch writes
@@ -72,7 +72,9 @@ class _Entry(NamedTuple):
     is_compressed: bool
 
 
-def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> ZipDirectory:
+def read_directory(
+    read: ReadRange, nbytes: int, where: str, *, exact: bool, num_reads: int = 1
+) -> ZipDirectory:
     """Reads the directory of an archive.
 
     Args:
@@ -80,13 +82,14 @@ def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> 
         nbytes: Its length.
         where: The archive, for messages.
         exact: Whether to read the header of each record; else most are assumed to be as torch writes them.
+        num_reads: Most reads at once.
 
     Raises:
         ManifestError: It is no archive, or not as torch.save writes it.
     """
     if nbytes < _END.size:
         raise ManifestError(f"{where}: {nbytes} bytes are too few for a zip archive")
-    begin = max(0, nbytes - _TAIL_BYTES)
+    begin = max(0, nbytes - TAIL_BYTES)
     tail = read(begin, nbytes - begin)
 
     def read_new(offset: int, length: int) -> bytes:
@@ -99,7 +102,7 @@ def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> 
         text = read_new(start, length)
         entries = sorted(_entries(text, count), key=lambda entry: entry.header)
         compressed = tuple(entry.name for entry in entries if entry.is_compressed)
-        return ZipDirectory(_locate(read_new, entries, start, exact=exact), text, compressed)
+        return ZipDirectory(_locate(read_new, entries, start, num_reads, exact=exact), text, compressed)
     except struct.error:
         raise ManifestError(f"{where}: the directory of the zip archive is cut off") from None
     except ValueError as error:
@@ -183,9 +186,11 @@ def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
     raise ValueError("sizes of 64 bits are missing in its directory")
 
 
-def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) -> dict[str, ZipRecord]:
+def _locate(
+    read: ReadRange, entries: list[_Entry], end: int, num_reads: int, *, exact: bool
+) -> dict[str, ZipRecord]:
     """Finds the data of each record from the record after it, or else from its header."""
-    records = {}
+    records, to_read = {}, []
     for entry, after in zip(entries, [*(entry.header for entry in entries[1:]), end], strict=False):
         least = entry.header + _LOCAL.size + len(entry.name.encode())
         if least + entry.nbytes > after:
@@ -196,10 +201,17 @@ def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) ->
         aligned = offset % _ALIGNMENT == 0 and least <= offset < least + 2 * _ALIGNMENT
         head = _head(entry, offset - least) if aligned and not exact else b""
         if not head:
-            offset = _data_after(read, entry, least)
-            if offset + entry.nbytes > after:
-                raise ValueError(f"{show(entry.name)} overlaps what is after it")
+            to_read.append((entry, least, after))
         records[entry.name] = ZipRecord(entry.name, entry.header, offset, entry.nbytes, head)
+
+    def find(one: tuple[_Entry, int, int]) -> int:
+        return _data_after(read, *one[:2])
+
+    offsets = in_threads(find, to_read, num_reads) if num_reads > 1 else map(find, to_read)
+    for (entry, _, after), offset in zip(to_read, offsets, strict=True):
+        if offset + entry.nbytes > after:
+            raise ValueError(f"{show(entry.name)} overlaps what is after it")
+        records[entry.name] = records[entry.name]._replace(offset=offset)
     return records
 
 

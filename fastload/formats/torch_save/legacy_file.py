@@ -10,9 +10,10 @@ from typing import Any
 
 import xxhash
 
+from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest
-from fastload.formats.reading import read_bytes
+from fastload.formats.reading import at_once, read_bytes
 from fastload.formats.torch_save.archive import ZipRecord
 from fastload.formats.torch_save.state import StorageRef, encode_pickle
 from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
@@ -55,8 +56,13 @@ def read_file(
         raise ManifestError(f"{where}: a big-endian file: only little-endian ones are read")
     storages = _locate(state, keys, len(head), stat.nbytes, where)
     if exact:
-        for key, record in storages.items():
-            if read_bytes(storage, name, record.header, _LENGTH_BYTES) != record.head:
+
+        def read(record: ZipRecord) -> bytes:
+            return read_bytes(storage, name, record.header, _LENGTH_BYTES)
+
+        found = in_threads(read, [*storages.values()], at_once(storage))
+        for (key, record), head in zip([*storages.items()], found, strict=True):
+            if head != record.head:
                 raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")
             storages[key] = record._replace(head=b"")
     encoded = encode_pickle(state, len(head), where, budget=budget)

@@ -16,8 +16,8 @@ import xxhash
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
-from fastload.formats.reading import read_bytes
-from fastload.formats.torch_save.archive import ReadRange, ZipDirectory, ZipRecord, read_directory
+from fastload.formats.reading import ReadRange, at_once, read_ends
+from fastload.formats.torch_save.archive import ZipDirectory, ZipRecord, read_directory
 from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.untrusted import MemoryBudget, show
@@ -25,6 +25,7 @@ from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
 _MAX_PICKLE_BYTES = 1 << 26  # a hundred times that of a large model; its objects take far more
+_END_BYTES = 128 << 10  # read at first where each request takes a round trip: as fast as a few bytes
 _NEAR_BYTES = 4096  # of the small records after the pickle
 _MOST_REPEATED = 4  # bytes of overlapping views over bytes stored
 _REPEATED_ANYWAY_BYTES = 1 << 20
@@ -125,13 +126,15 @@ def header_digest(storage: Storage, name: str, nbytes: int) -> str:
 
 
 def _open(storage: Storage, name: str, nbytes: int, *, exact: bool) -> Archive:
-    def read(offset: int, length: int) -> bytes:
-        return read_bytes(storage, name, offset, length)
+    head_bytes = 0 if storage.probes else _END_BYTES
+    read = read_ends(storage, name, 0, nbytes, head_bytes, _END_BYTES)
+    num_reads = 1 if storage.probes else at_once(storage)
+    return open_archive(read, nbytes, storage.label(name), exact=exact, num_reads=num_reads)
 
-    return open_archive(read, nbytes, storage.label(name), exact=exact)
 
-
-def open_archive(read: ReadRange, nbytes: int, where: str, *, exact: bool = True) -> Archive:
+def open_archive(
+    read: ReadRange, nbytes: int, where: str, *, exact: bool = True, num_reads: int = 1
+) -> Archive:
     """Finds the pickle and the storages in an archive.
 
     Args:
@@ -139,11 +142,12 @@ def open_archive(read: ReadRange, nbytes: int, where: str, *, exact: bool = True
         nbytes: Its length.
         where: The archive, for messages.
         exact: As for `read_file`.
+        num_reads: Most reads at once.
 
     Raises:
         ManifestError: It is no file of torch.save, or big-endian.
     """
-    directory = read_directory(read, nbytes, where, exact=exact)
+    directory = read_directory(read, nbytes, where, exact=exact, num_reads=num_reads)
     prefix = _prefix(directory, where)
     inner = {
         name[len(prefix) :]: record for name, record in directory.records.items() if name.startswith(prefix)
