@@ -141,7 +141,7 @@ SAVE_SETTINGS = {
     ),
     "staging_bytes": SETTINGS["staging_bytes"],
     "io": SETTINGS["io"],
-    "write_threads": _number(2, least=1),
+    "write_threads": _number(None, least=1),
     "shared": Setting("auto", _parse_shared, ("auto", True, False).__contains__, "True, False or auto"),
     "check_replicas": _choice("small", get_args(ReplicaCheck)),
     "snapshot": _choice("block", get_args(SnapshotMode)),
@@ -342,7 +342,8 @@ class SaveOptions(_Options):
         staging_bytes: Most memory in bytes that a rank uses beyond the state and, in the background, its
             share of it. In a sharded save with an exchange, its buffers are reused by the group's next save.
         io: ``auto``, ``buffered`` or ``direct`` writes of local files.
-        write_threads: Writes in flight on each rank.
+        write_threads: Writes in flight on each rank, as far as `staging_bytes` has room for them. None
+            chooses: 2, and to S3 up to 32.
         overwrite: Whether an existing checkpoint is replaced. None: `fastload.save` refuses, and
             `CheckpointManager` and the integrations replace a checkpoint of the same step.
         shared: Whether all hosts write to one place (True), or each writes its own copy (False). ``auto`` is
@@ -377,7 +378,7 @@ class SaveOptions(_Options):
     writers: int | Literal["auto", "all", "host"] = _setting("writers")
     staging_bytes: int = _setting("staging_bytes")
     io: IoMode = _setting("io")
-    write_threads: int = _setting("write_threads")
+    write_threads: int | None = _setting("write_threads")
     overwrite: bool | None = None
     shared: bool | Literal["auto"] = _setting("shared")
     check_replicas: ReplicaCheck = _setting("check_replicas")
@@ -406,7 +407,7 @@ class StageOptions(_Options):
             and new bytes are compared with the commit record, if the checkpoint has one.
         chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
         bases: As in `LoadOptions`.
-        write_threads: Writes in flight on each host.
+        write_threads: Writes in flight on each host; None chooses.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
         on_report: Called on each rank with the `StageReport` after success. An exception is raised on all
             ranks.
@@ -423,7 +424,7 @@ class StageOptions(_Options):
     timeout_s: float = _setting("timeout_s")
     io: IoMode = _setting("io")
     read_threads: int | None = _setting("read_threads")
-    write_threads: int = _setting("write_threads")
+    write_threads: int | None = _setting("write_threads")
     retries: int = _setting("retries")
     bases: str | os.PathLike[str] | None = _setting("bases")
     on_report: Callable[[StageReport], None] | None = None

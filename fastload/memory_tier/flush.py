@@ -148,7 +148,8 @@ def flush(
 
         ticket = world.agree(f"{what}: preparing", prepare)[source]
         world.agree(f"{what}: joining", lambda: target.join(ticket) if world.rank != source else None)
-        writer = PartWriter(world, target, names, num_threads=options.write_threads, progress=None)
+        num_writes = options.write_threads or target.writes_at_once
+        writer = PartWriter(world, target, names, num_threads=num_writes, progress=None)
 
         def write() -> Mapping[str, Any] | None:
             if world.rank not in found.holders:

@@ -58,6 +58,7 @@ from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
 from fastload.storage import Location, PatientStorage, folders, locate
+from fastload.storage.base import DEFAULT_WRITES
 
 _log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -372,7 +373,7 @@ class _Comparer:
         self._layout = plan.state.layout
         self._base = base
         self._versions = {file.name: file.version for file in base.manifest.files}
-        self._workers = Workers(call.options.write_threads, "fastload-compare")
+        self._workers = Workers(call.options.write_threads or DEFAULT_WRITES, "fastload-compare")
         self._buffers: deque[bytearray] = deque()
 
     def run(

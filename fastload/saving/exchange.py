@@ -407,7 +407,8 @@ class PartAssembler:
 
     def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> BufferRing:
         """Returns the buffers of the last save if they fit, else new ones."""
-        ring = BufferRing(count, lengths, pinned=self._plan.state.reader.on_device)
+        is_copied = self._snapshot is None  # from the state, perhaps on an accelerator
+        ring = BufferRing(count, lengths, pinned=is_copied and self._plan.state.reader.on_device)
         if name not in self._buffers or self._buffers[name].kind != ring.kind:
             self._buffers[name] = ring
         return self._buffers[name]

@@ -24,10 +24,12 @@ from fastload.saving.split import (
     split,
 )
 from fastload.storage import Target
+from fastload.storage.base import DEFAULT_WRITES
 
 _PART_BYTES = 4 << 20  # larger parts leave the cache before they are hashed, and touch more new memory
 _SNAPSHOT_PART_BYTES = 16 << 20  # bytes of a snapshot are in no cache, and each part takes the GIL
 _GOOD_BATCH_BYTES = 32 << 20  # several parts, and a fraction of a share
+_WRITES_OF_A_JOB = 512  # S3 takes 3,500 a second below a prefix, and a part has some 0.2 s
 
 # The last plan, by its inputs: a training saves states of the same layout.
 _last: dict[tuple[Any, ...], tuple[WriterShare, MessagePlan]] = {}
@@ -63,13 +65,13 @@ class StagingDepths(NamedTuple):
         Args:
             staging_bytes: Most bytes of all buffers.
             unit_bytes: The shortest part that storage takes.
-            num_writes: Parts that may be written at once.
+            num_writes: Parts that may be written at once; fewer if there is no room for so many.
 
         Raises:
             OptionError: `staging_bytes` is too small for the fewest buffers.
         """
-        least = cls(1, 1, 1)
-        for depths in (cls(num_writes + 1, 2, 4), cls(2, 2, 2), least):
+        least, room = cls(1, 1, 1), staging_bytes // unit_bytes - cls(1, 2, 4).num_buffers
+        for depths in (cls(min(num_writes, max(2, room)) + 1, 2, 4), cls(2, 2, 2), least):
             if depths.num_buffers * unit_bytes <= staging_bytes:
                 return depths
         raise OptionError(
@@ -97,6 +99,7 @@ class SavePlan:
         share: The bytes that it writes.
         messages: The messages that it sends and receives.
         depths: The numbers of its buffers.
+        num_writes: Parts that it writes at once.
         target: Write access to the destination.
     """
 
@@ -106,6 +109,7 @@ class SavePlan:
     share: WriterShare
     messages: MessagePlan
     depths: StagingDepths
+    num_writes: int
     target: Target
 
 
@@ -136,16 +140,22 @@ def make_plan(
     is_kept = target is None
     target = target or call.open_target()
     align_bytes = target.align_bytes(max(file.nbytes for file in layout.files))
-    depths = StagingDepths(options.write_threads + 1)
+    num_writes = options.write_threads or _writes_at_once(target, max(len(each.writers) for each in groups))
     if agreed.shard_map.is_replicated:
+        depths = StagingDepths(1)
         if align_bytes is not None and any(len(group.writers) > 1 for group in groups):
             depths = depths._replace(incoming=1, outgoing=1)  # for the tails of shares
+        if not from_snapshot:  # whose parts need no buffers
+            room = options.staging_bytes // (align_bytes or 1) - depths.num_buffers
+            num_writes = min(num_writes, max(1, room))
+        depths = depths._replace(parts=num_writes + 1)
     else:
-        depths = StagingDepths.within(
-            options.staging_bytes, align_bytes or 1, num_writes=options.write_threads
-        )
+        depths = StagingDepths.within(options.staging_bytes, align_bytes or 1, num_writes=num_writes)
+        num_writes = min(num_writes, depths.parts)
     staged = options.staging_bytes // depths.num_buffers
     good_bytes = _SNAPSHOT_PART_BYTES if from_snapshot else _PART_BYTES
+    if target.writes_at_once > DEFAULT_WRITES:  # each unit is a request of its own
+        good_bytes = 1
     part_bytes = round_to_units(min(good_bytes, staged), align_bytes)
     lengths = align_bytes, part_bytes, depths.batch_bytes(options.staging_bytes, part_bytes)
     key = (state.content.layout, agreed.shard_map.digest, rank, tuple(groups), *lengths)
@@ -156,7 +166,12 @@ def make_plan(
             _last.clear()
             _last[key] = plan
     [group] = [group for group in groups if rank in group.members]
-    return SavePlan(state, group, [each.leader for each in groups], *plan, depths, target)
+    return SavePlan(state, group, [each.leader for each in groups], *plan, depths, num_writes, target)
+
+
+def _writes_at_once(target: Target, num_writers: int) -> int:
+    """Returns the writes under way on each of the writers with which storage is fast."""
+    return min(target.writes_at_once, max(DEFAULT_WRITES, _WRITES_OF_A_JOB // num_writers))
 
 
 @uncollected

@@ -150,7 +150,7 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
         world,
         plan.target,
         [file.name for file in layout.files],
-        num_threads=options.write_threads,
+        num_threads=plan.num_writes,
         progress=options.progress,
     )
     call.tracing.follow({"write": writer.watch})

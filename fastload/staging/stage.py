@@ -36,7 +36,7 @@ from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_a
 from fastload.staging.stock import Stock, receipt_of, take_stock
 from fastload.staging.write_files import BlockCheck, FileWriter
 from fastload.storage import PatientStorage, open_patiently
-from fastload.storage.base import new_token
+from fastload.storage.base import DEFAULT_WRITES, new_token
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
 from fastload.storage.location import HTTP
@@ -275,7 +275,7 @@ class Stage:
             self._copy,
             stock=self._stock,
             check=check,
-            num_threads=options.write_threads,
+            num_threads=options.write_threads or DEFAULT_WRITES,
         )
         pipeline = Pipeline(world, plan, reader, writer, progress=options.progress)
         return _Job(storage, check, writer, pipeline)

@@ -353,6 +353,9 @@ class Names:
     others: tuple[str, ...] = ()
 
 
+DEFAULT_WRITES = 2
+"""Writes under way on each rank, unless storage is faster with more."""
+
 _PENDING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
 
 
@@ -371,6 +374,7 @@ class Target(Protocol):
             as storage can tell.
         ordered: Whether the writes of one file must be started in order of their offsets: each waits
             for those before it.
+        writes_at_once: Writes under way on each rank with which storage is fast.
     """
 
     @property
@@ -381,6 +385,9 @@ class Target(Protocol):
 
     @property
     def ordered(self) -> bool: ...
+
+    @property
+    def writes_at_once(self) -> int: ...
 
     def align_bytes(self, largest_bytes: int) -> int | None:
         """Returns the alignment of cuts between writers of a file, and between writes of one writer.

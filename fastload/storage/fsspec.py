@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -36,6 +37,7 @@ class FsspecStorage(WritableStorage):
     def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
         super().__init__(url)
         location = locate(url)
+        self._putting = threading.Lock()  # some file systems refuse two writers of one file
         self.secrets = Secrets(location, options)
         with self.secrets.errors(location.url, is_transient=_is_transient):
             try:
@@ -112,7 +114,8 @@ class FsspecStorage(WritableStorage):
 
     def put(self, name: str, content: bytes, *, fresh: bool = False) -> bool:
         self._make_folder(name)
-        self._files.pipe_file(self._path(name), content)
+        with self._putting:
+            self._files.pipe_file(self._path(name), content)
         return True
 
     def writer(self, name: str) -> ObjectWriter:

@@ -16,7 +16,7 @@ from typing import Any
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import CheckpointExists, FastloadError, StorageError
 from fastload.storage import folders, pending
-from fastload.storage.base import Names, Written
+from fastload.storage.base import DEFAULT_WRITES, Names, Written
 from fastload.storage.descriptors import AlignedBuffer, DescriptorPool, DirectFile
 from fastload.storage.destination import LocalDestination, read_list
 from fastload.storage.folders import os_errors, write_all
@@ -43,6 +43,7 @@ class LocalTarget:
     """
 
     ordered = False
+    writes_at_once = DEFAULT_WRITES
 
     def __init__(self, path: str, names: Names, *, io: str, signs: Sequence[str] = ()) -> None:
         self.destination = LocalDestination(path, names, signs or (names.record,))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders
-from fastload.storage.base import Written
+from fastload.storage.base import DEFAULT_WRITES, Written
 from fastload.storage.local_target import LocalFiles
 from fastload.storage.memory_folder import JobFolder
 
@@ -64,6 +64,7 @@ class MemoryTarget:
     """
 
     ordered = False
+    writes_at_once = DEFAULT_WRITES
     shared = True
 
     def __init__(

@@ -10,14 +10,16 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from fastload.base.threads import in_threads
+from fastload.base.threads import at_once, in_threads
 from fastload.errors import CheckpointExists, DeadlineExceeded, OptionError, StorageError
 from fastload.storage.base import (
+    DEFAULT_WRITES,
     Names,
     ObjectWriter,
     WritableStorage,
@@ -73,10 +75,14 @@ class Uploads(Protocol):
 
     Attributes:
         ordered: As `Target.ordered`.
+        writes_at_once: As `Target.writes_at_once`.
     """
 
     @property
     def ordered(self) -> bool: ...
+
+    @property
+    def writes_at_once(self) -> int: ...
 
     def align_bytes(self, largest_bytes: int) -> int | None:
         """Returns the alignment as `Target.align_bytes`; a write is at most that long."""
@@ -104,6 +110,9 @@ class Uploads(Protocol):
 
     def give_up_old(self, age_s: float) -> list[str]:
         """Aborts uploads below the same parent that are this old and have no owner; returns their URLs."""
+
+    def remove_empty(self, folder: str) -> None:
+        """Removes a directory directly below the parent, whose files have been deleted."""
 
     def close(self) -> None:
         """Releases connections."""
@@ -163,17 +172,23 @@ class OwnerFile:
         keys: Keys of the save.
         names: Names of files of a checkpoint.
         overwrite: Whether to replace a checkpoint.
+
+    Attributes:
+        keys: As given.
+        decides: Whether the store refuses a conditional put where there is a file.
     """
 
     def __init__(
         self, url: str, bucket: WritableStorage, keys: Keys, names: Names, *, overwrite: bool
     ) -> None:
         self.keys = keys
+        self.decides = False
         self._overwrite = overwrite
         self._names = names
         self._url = url
         self._bucket = bucket
         self._key = keys.published(names.owner)
+        self._seen: tuple[set[str], bool] = set(), False  # the last result of `check_free`
         self._files: list[str] = []  # the files that it lists; empty before it is written
         self._put_at = 0.0
         self._cleared = False
@@ -193,21 +208,22 @@ class OwnerFile:
             OptionError: The URL holds something other than a checkpoint, or files that would be lost or mixed
                 up with the new one.
         """
-        there = {*self._bucket.files(self.keys.name)}
+        there = self._list()
         is_owned = self._names.owner in there
         lease = self._read() if is_owned else Lease.parse(None)
         if is_owned and not lease.has_ended:
             age_s = time.time() - self._bucket.modified_s(self._key)
             if age_s < _PUBLISHING_S:
                 raise CheckpointExists(f"{self._url}: {lease.owner or 'another save'} is publishing there")
-        return self._own(there, written, lease.files), not is_owned
+        self._seen = self._own(there, written, lease.files), not is_owned
+        return self._seen
 
     def acquire(self, names: Sequence[str]) -> None:
         """Writes the owner file, which keeps other saves out, and removes old files.
 
-        Between two saves at once the store decides, if it supports conditional puts; a second put, which must
-        fail, proves that it does. Otherwise, or if the owner file of a dead save is replaced, the last put
-        wins, and both saves read the file again after a while.
+        Between two saves at once the store decides, if it supports conditional puts. Otherwise, or if the
+        owner file of a dead save is replaced, the last put wins, and both saves read the file again after a
+        while.
 
         Args:
             names: Names of all files of the new checkpoint.
@@ -216,15 +232,23 @@ class OwnerFile:
             CheckpointExists: As for `check_free`, or another save was faster.
             OptionError: As for `check_free`.
         """
-        own, is_fresh = self.check_free(names)
+        own, is_fresh = self._seen
+        decided = self.decides and is_fresh
+        if not decided:
+            own, is_fresh = self.check_free(names)
+            decided = self.decides and is_fresh
         self._files = sorted({*names, *own} - {self._names.owner})
-        decided = not self._put(fresh=is_fresh) or (is_fresh and not self._put(fresh=True))
+        self._put(fresh=is_fresh)
         if not decided:
             time.sleep(_SETTLE_S)
-        if not self._is_ours:  # read it: the response to a put may be lost, and its retry refused
+        # Read it: the response to a put may be lost, and its retry refused.
+        lease, there = at_once(self._read, self._list)
+        if lease.token != self.keys.token:
             raise CheckpointExists(f"{self._url}: another save is being published there")
-        there = {*self._bucket.files(self.keys.name)}
-        own = self._own(there, names, self._files)
+        if decided:  # of the files there, none is of a save that this one has overtaken
+            own = self._own(there - {self._names.owner}, names, ())
+        else:
+            own = self._own(there, names, self._files)
         if not own <= {*self._files, self._names.owner}:  # of another save, which was faster
             self._files = sorted({*self._files, *own} - {self._names.owner})
             self._put()
@@ -233,7 +257,7 @@ class OwnerFile:
 
     def acquire_all(self) -> None:
         """Writes the owner file unconditionally, and removes all files: the checkpoint is being deleted."""
-        self._files = sorted({*self._bucket.files(self.keys.name)} - {self._names.owner})
+        self._files = sorted(self._list() - {self._names.owner})
         self._put()
         self._clear(self._files)
 
@@ -241,16 +265,16 @@ class OwnerFile:
         """Writes it again from time to time, so that the save does not count as dead. Thread-safe."""
         with self._lock:
             if time.monotonic() > self._put_at + _REFRESH_S:
-                self._require()
+                self.require()
                 self._put()
 
-    def commit(self, record: str, content: bytes) -> None:
-        """Writes the commit record, which makes the checkpoint exist.
+    def require(self) -> None:
+        """Raises `StorageError` if another save took this one for dead, and replaced the owner file."""
+        if not self._is_ours:
+            raise StorageError("another save assumed that this one was dead, and replaced it")
 
-        Raises:
-            StorageError: Another save took this one for dead.
-        """
-        self._require()
+    def commit(self, record: str, content: bytes) -> None:
+        """Writes the commit record, which makes the checkpoint exist, after `require`."""
         self._bucket.put(self.keys.published(record), content)
         self._files = []
 
@@ -300,8 +324,11 @@ class OwnerFile:
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes published files, the record first."""
-        ordered = sorted(names, key=lambda name: (name != self._names.record, name))
-        self._bucket.delete([self.keys.published(name) for name in ordered])
+        record, others = self._names.record, sorted(names)
+        if record in others:
+            others.remove(record)
+            self._bucket.delete([self.keys.published(record)])
+        in_threads(lambda name: self._bucket.delete([self.keys.published(name)]), others)
 
     def _put(self, *, fresh: bool = False) -> bool:
         owner = Owner.here().to_bytes().decode()
@@ -312,15 +339,14 @@ class OwnerFile:
     def _read(self) -> Lease:
         return Lease.parse(self._bucket.get(self._key))
 
+    def _list(self) -> set[str]:
+        """Returns the names of the files at the URL."""
+        return {*self._bucket.files(self.keys.name)}
+
     @property
     def _is_ours(self) -> bool:
         """Whether the owner file is that of this save."""
         return self._read().token == self.keys.token
-
-    def _require(self) -> None:
-        """Raises if another save has replaced the owner file."""
-        if not self._is_ours:
-            raise StorageError("another save assumed that this one was dead, and replaced it")
 
 
 class ObjectTarget:
@@ -344,11 +370,16 @@ class ObjectTarget:
         self._uploads = uploads
         self._written = Written()
         self._sizes: dict[str, int] = {}
+        self._begun: dict[str, str] = {}  # the uploads that this rank began
         self._owner: OwnerFile | None = None  # of the save that this rank prepared, until it ends
 
     @property
     def ordered(self) -> bool:
         return self._uploads.ordered
+
+    @property
+    def writes_at_once(self) -> int:
+        return self._uploads.writes_at_once
 
     def align_bytes(self, largest_bytes: int) -> int | None:
         return self._uploads.align_bytes(largest_bytes)
@@ -358,30 +389,59 @@ class ObjectTarget:
         keys = Keys(self._name, new_token())
         owner = OwnerFile(self.url, self._bucket, keys, self._names, overwrite=overwrite)
         with self._errors(""):
-            owner.check_free(self._sizes)
-            self._clean()
+            self._begin(owner)
             self._owner = owner
             living_saves.add(keys.token)
             try:
-                self._put_owner(keys, {})
-                uploads = self._uploads.begin(keys, self._sizes)
-                if uploads:
-                    self._put_owner(keys, uploads)
+                # Of two puts at once, a store that supports conditions refuses one.
+                first, second = at_once(self._put_owner, self._put_owner)
+                owner.decides = not (first and second)
             except BaseException:
                 self.abort()
                 raise
-        return {"token": keys.token, "files": self._sizes, "uploads": uploads}
+        return {"token": keys.token, "files": self._sizes, "uploads": self._begun}
 
-    def _put_owner(self, keys: Keys, uploads: Mapping[str, str]) -> None:
-        """Writes the owner file of pending files: this process, and the uploads to abort if it dies."""
-        owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
-        self._bucket.put(keys.owner, json.dumps(owner).encode())
+    def _begin(self, owner: OwnerFile) -> None:
+        """Checks that the place is free, begins uploads, and removes what dead saves have left.
 
-    def _clean(self) -> None:
+        Nobody sees an upload before it is completed, so none of the first requests waits for another.
+        """
+
+        def begin() -> None:
+            self._begun = self._uploads.begin(owner.keys, self._sizes)
+
         try:
-            self.clean_abandoned()
+            _, folders, _, _ = at_once(
+                partial(owner.check_free, self._sizes),
+                partial(self._warned, self._pending_folders),
+                partial(self._warned, self._end_old_uploads),
+                begin,
+            )
+        except BaseException:
+            with suppress(Exception):  # the first error says more
+                self._uploads.give_up(self._name, self._begun)
+            raise
+        if folders:
+            self._warned(partial(self._remove_abandoned, folders))
+
+    def _warned(self, clean: Callable[[], list[str]]) -> list[str]:
+        """Returns a result of a part of `clean_abandoned`; on errors none, with a warning."""
+        try:
+            with self._errors(""):
+                return clean()
         except StorageError as error:  # missing permissions for that do not prevent a save
             _log.warning("cannot remove the remains of dead saves: %s", error)
+            return []
+
+    def _put_owner(self) -> bool:
+        """Writes the owner file of pending files: this process, and the uploads to abort if it dies.
+
+        Returns:
+            Whether it was written; see `WritableStorage.put`.
+        """
+        assert self._owner is not None
+        owner = {"owner": Owner.here().to_bytes().decode(), "uploads": self._begun}
+        return self._bucket.put(self._owner.keys.owner, json.dumps(owner).encode(), fresh=True)
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         self._sizes = ticket["files"]
@@ -429,22 +489,27 @@ class ObjectTarget:
                 self._uploads.publish(name, receipts)
                 owner.refresh()
 
-        in_threads(publish_file, sorted(self._sizes))
-        self._require_files()
-        for name, small in others:
+        def put(name: str, small: bytes) -> None:
             with self._errors(name, 0, len(small)):
                 self._bucket.put(owner.keys.published(name), small)
+
+        at_once(
+            *(partial(publish_file, name) for name in sorted(self._sizes)),
+            *(partial(put, *each) for each in others),
+        )
+        with self._errors(""):
+            at_once(self._require_files, owner.require)
         with self._errors(record, 0, len(content)):
             owner.commit(record, content)
         with self._tolerated("what the save needed"):  # the checkpoint exists; the rest is orphans
             owner.delete()
-            self._discard(owner.keys)
+            self._bucket.delete([owner.keys.owner])
+            self._uploads.remove_empty(owner.keys.folder)
         self._owner = None
         living_saves.discard(owner.keys.token)
 
     def _require_files(self) -> None:
-        with self._errors(""):
-            there = self._bucket.files(self._name)
+        there = self._bucket.files(self._name)
         for name, nbytes in self._sizes.items():
             if (found := there.get(name)) != nbytes:
                 message = f"the store made {found} bytes of the {nbytes} uploaded"
@@ -458,32 +523,43 @@ class ObjectTarget:
         try:
             with self._tolerated("what is pending"):
                 owner.take_back()
-                self._discard(owner.keys)
+                self._discard(owner.keys, self._begun)
         finally:
             living_saves.discard(owner.keys.token)
 
     def clean_abandoned(self) -> list[str]:
+        with self._errors(""):
+            ended, folders = at_once(self._end_old_uploads, self._pending_folders)
+            return self._remove_abandoned(folders) + ended
+
+    def _end_old_uploads(self) -> list[str]:
+        return self._uploads.give_up_old(_ABANDONED_S)
+
+    def _pending_folders(self) -> list[str]:
+        return [*self._bucket.folders(".")]  # as names of pending directories begin
+
+    def _remove_abandoned(self, folders: Iterable[str]) -> list[str]:
+        """Removes what dead saves have left in pending directories; returns their URLs."""
         parent = self.url.rpartition("/")[0]
         removed, failures = [], []
-        with self._errors(""):
-            for folder in self._bucket.folders("."):  # as names of pending directories begin
-                if (name := saved_name(folder)) is None:
-                    continue
-                keys = Keys(name, folder.split(".")[-2])
-                try:
-                    if self._is_abandoned(keys):
-                        self._clear_published(keys)
-                        self._discard(keys)
-                        removed.append(f"{parent}/{folder}")
-                except Exception as error:  # the others are removed all the same
-                    failures.append(error)
-            removed += self._uploads.give_up_old(_ABANDONED_S)
-            if failures:
-                raise failures[0]
+        for folder in folders:
+            if (name := saved_name(folder)) is None:
+                continue
+            keys = Keys(name, folder.split(".")[-2])
+            try:
+                lease = Lease.parse(self._bucket.get(keys.owner), keys.token)
+                if self._is_abandoned(keys, lease):
+                    self._clear_published(keys)
+                    self._discard(keys, lease.uploads)
+                    removed.append(f"{parent}/{folder}")
+            except Exception as error:  # the others are removed all the same
+                failures.append(error)
+        if failures:
+            raise failures[0]
         return removed
 
-    def _is_abandoned(self, keys: Keys) -> bool:
-        ended = Lease.parse(self._bucket.get(keys.owner), keys.token).has_ended
+    def _is_abandoned(self, keys: Keys, lease: Lease) -> bool:
+        ended = lease.has_ended
         return time.time() - self._written_s(keys) > _ABANDONED_S if ended is None else ended
 
     def _written_s(self, keys: Keys) -> float:
@@ -505,10 +581,9 @@ class ObjectTarget:
             self._bucket.delete([keys.published(file) for file in sorted(there) if file in lease.files])
         self._bucket.delete([owner])
 
-    def _discard(self, keys: Keys) -> None:
+    def _discard(self, keys: Keys, uploads: Mapping[str, str]) -> None:
         """Removes the pending files of a save; the owner file goes last, so that failures leave an orphan."""
-        owner = self._bucket.get(keys.owner)
-        self._uploads.give_up(keys.name, Lease.parse(owner, keys.token).uploads)
+        self._uploads.give_up(keys.name, uploads)
         files = [keys.pending(name) for name in self._bucket.files(keys.folder)]
         self._bucket.delete([*(file for file in files if file != keys.owner), keys.owner])
         self._bucket.delete_folder(keys.folder)
@@ -559,6 +634,7 @@ class Streams:
     """
 
     ordered = True
+    writes_at_once = DEFAULT_WRITES
 
     def __init__(self, bucket: WritableStorage, *, timeout_s: float) -> None:
         self._bucket = bucket
@@ -599,6 +675,9 @@ class Streams:
 
     def give_up_old(self, age_s: float) -> list[str]:
         return []
+
+    def remove_empty(self, folder: str) -> None:
+        self._bucket.delete_folder(folder)
 
     def close(self) -> None:
         self._streams.clear()

@@ -30,7 +30,9 @@ from fastload.storage.s3_settings import is_on, new_session
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 32
+_MAX_CONNECTIONS = 128  # that are kept
+_SEND_BYTES = 256 << 10
+_SHORT_BYTES = 1 << 20
 _PASSING = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
 _GONE = ("NoSuchUpload", "404")
 _PART_BYTES = 16 << 20
@@ -100,7 +102,10 @@ class S3Storage(ObjectStorage):
 
     def delete_folder(self, folder: str) -> None:
         super().delete_folder(folder)
-        # Some stores keep an object for the folder itself.
+        self.delete_empty(folder)
+
+    def delete_empty(self, folder: str) -> None:
+        """Deletes the object for a folder itself, which some stores keep of one that is empty."""
         self.ask_s3(partial(self.client.delete_object, **self.named(f"{folder}/")))
 
 
@@ -237,6 +242,7 @@ class Multipart:
     """
 
     ordered = False
+    writes_at_once = 32  # each waits for a round trip, and a connection has some 60 MB/s
 
     def __init__(self, bucket: S3Storage, names: Names) -> None:
         self._bucket = bucket
@@ -288,8 +294,13 @@ class Multipart:
     def _put_part(self, name: str, number: int, data: memoryview) -> str:
         """Uploads a part; returns its ETag."""
         which = {**self._upload(name), "PartNumber": number}
-        # Each attempt needs a new body.
-        answer = self._bucket.ask_s3(lambda: self._client.upload_part(**which, Body=_Body(data)))
+
+        def put() -> Any:
+            # boto3 sends a file only once the store has answered its headers. Each attempt needs a new one.
+            body = _Body(data) if len(data) > _SHORT_BYTES else bytes(data)
+            return self._client.upload_part(**which, Body=body)
+
+        answer = self._bucket.ask_s3(put)
         tag: str = answer["ETag"]
         return tag
 
@@ -354,6 +365,9 @@ class Multipart:
                 _log.warning("%s: cannot look for uploads of dead saves: %s", bucket.url, error)
         return old
 
+    def remove_empty(self, folder: str) -> None:
+        self._bucket.delete_empty(folder)
+
     def close(self) -> None:
         pass  # the client belongs to the bucket
 
@@ -382,8 +396,9 @@ class _Body(io.RawIOBase):
         self._position = start + offset
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), len(self._data) - self._position)
-        buffer[:count] = self._data[self._position : self._position + count]
-        self._position += count
-        return count
+    def read(self, size: int = -1) -> Any:
+        # More than http.client asks for, 16 KiB, each of which would take the GIL; and without a copy.
+        count = len(self._data) if size < 0 else max(size, _SEND_BYTES)
+        found = self._data[self._position : self._position + count]
+        self._position += len(found)
+        return found

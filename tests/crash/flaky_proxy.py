@@ -38,12 +38,19 @@ class FlakyProxy(Server):
         self.log: list[tuple[str, str]] = []
         self.seen: list[tuple[str, str]] = []
 
+    def came(self, method: str, path: str) -> None:
+        """Called with each request."""
+        self.seen.append((method, path))
+
+    def hold(self, method: str, path: str) -> None:
+        """Called before the store's answer to a request goes out; returns when it may."""
+
 
 class _Handler(Handler):
     server: FlakyProxy
 
     def do_GET(self) -> None:
-        self.server.seen.append((self.command, self.path))
+        self.server.came(self.command, self.path)
         if (
             self.server.dies is not None
             and self.server.dies[0] == self.command
@@ -70,7 +77,9 @@ class _Handler(Handler):
                     self.server.loses.remove((method, text))
                     return self._answer(500, {}, b"")
             headers = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
-            return self._answer(answer.status, headers, answer.read())
+            content = answer.read()
+            self.server.hold(self.command, self.path)
+            return self._answer(answer.status, headers, content)
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 

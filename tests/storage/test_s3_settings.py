@@ -330,8 +330,10 @@ def test_objects_are_encrypted_by_all_requests_that_make_some(
 
     def answer(request: Request) -> Answer | None:
         if request.method == "PUT":
-            return Answer(200, [("ETag", '"1"')])
-        return Answer(501) if is_made(request) and "uploads" in request.path else None
+            return Answer(501) if "partNumber" in request.path else Answer(200, [("ETag", '"1"')])
+        return Answer(200, body=begun) if is_made(request) and "uploads" in request.path else None
+
+    begun = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
 
     plain.answer = answer
     with pytest.raises(StorageError):
