@@ -86,7 +86,12 @@ def print_latency(rows: Sequence[dict[str, Any]], title: str) -> None:
     Requests are those of the last run with the limits.
     """
     for count in sorted({row["ranks"] for row in rows}):
-        table = Table(box=SIMPLE_HEAD, padding=0, collapse_padding=True, title=f"{title}, {count} rank{'s' if count > 1 else ''}")
+        table = Table(
+            box=SIMPLE_HEAD,
+            padding=0,
+            collapse_padding=True,
+            title=f"{title}, {count} rank{'s' if count > 1 else ''}",
+        )
         heads = ("arm", "limits, s", "without, s", "÷\nwithout", "÷ plain\n32", "CPU s\nper GiB")
         for head in (*heads, "requests", "at once,\nmean", "at once,\nmost", "chain", "503"):
             table.add_column(head, justify="left" if head == "arm" else "right", no_wrap=True)
