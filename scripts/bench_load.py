@@ -52,6 +52,7 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
+from bench_parts.lab_control import exit_on_signals
 from bench_parts.planning import compare_plans, measure_plan, measure_sharded_plan
 from bench_parts.slow_storage import Limits
 from bench_parts.tables import FLOOR, print_arms, print_cold, print_stages, print_table
@@ -320,6 +321,8 @@ def read_and_verify(
 @click.option(
     "--connection-rate", type=Bytes(), default="60MB/s", show_default=True, help="Rate of one answer."
 )
+@click.option("--protocol", default="http", show_default=True, type=click.Choice(["http", "s3"]))
+@click.option("--requests-rate", default=0, help="Requests a second above which it answers 503.")
 @click.option("--tuned", multiple=True, metavar="OPTION=VALUE,…", help="One more arm: fastload with these.")
 @repeats_option
 @arms_option
@@ -329,19 +332,22 @@ def with_latency(
     size: int,
     latency_s: float,
     connection_rate: int,
+    protocol: str,
+    requests_rate: int,
     tuned: tuple[str, ...],
     repeats: int,
     arms: str,
     json_path: str | None,
 ) -> None:
     """Load from a storage with a time to first byte and a rate for each connection, and without them."""
-    limits = Limits(latency_s, connection_rate)
+    exit_on_signals()  # and the servers end
+    limits = Limits(latency_s, connection_rate, requests_rate)
     counts = [int(count) for count in ranks.split(",")]
-    given = {"repeats": repeats, "arms": arms, "tuned": tuned}
+    given = {"is_s3": protocol == "s3", "repeats": repeats, "arms": arms, "tuned": tuned}
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         rows = latency.measure(__file__, Path(folder), counts, size, limits, **given)
     limited = f"{latency_s * 1000:g} ms, {connection_rate / 1e6:g} MB/s a connection"
-    latency.print_latency(rows, f"{size / MIB:.0f} MiB over HTTP, {limited}")
+    latency.print_latency(rows, f"{size / MIB:.0f} MiB over {protocol.upper()}, {limited}")
     write_json(json_path, rows)
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,8 +28,18 @@ from safetensors.torch import load_file
 import fastload
 from bench_parts.baselines import State
 from bench_parts.job import GIB, MIB, all_ranks, run_on_ranks
-from bench_parts.lab_arms import parse_tuned
-from bench_parts.slow_storage import Limits, http_storage, traffic
+from bench_parts.lab_arms import parse_tuned, set_peer_env
+from bench_parts.slow_storage import (
+    BUCKET,
+    KEY,
+    REGION,
+    SECRET,
+    Limits,
+    http_storage,
+    s3_client,
+    s3_storage,
+    traffic,
+)
 from bench_parts.tables import print_table
 from fastload import LoadOptions
 from fastload.base.memory import allocate_staging
@@ -47,21 +60,38 @@ class Store:
     Attributes:
         name: ``slow`` or ``fast``.
         port: Of its server, as its log names it.
-        url: Of the checkpoint.
+        is_s3: Whether it is one of S3, and not of HTTP.
         files: The checkpoint's files, and their bytes.
     """
 
     name: str
     port: int
-    url: str
+    is_s3: bool
     files: dict[str, int]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """URL of the checkpoint."""
+        return f"s3://{BUCKET}/{_CHECKPOINT}" if self.is_s3 else f"{self.endpoint}/{_CHECKPOINT}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How obstore and fastload reach it."""
+        if not self.is_s3:
+            return {}
+        keys = {"access_key_id": KEY, "secret_access_key": SECRET, "region": REGION}
+        return {"endpoint": self.endpoint, **keys}
 
 
 # ---- the launcher
 
 
 def measure(
-    script: str, folder: Path, ranks: Sequence[int], size: int, limits: Limits, **settings: Any
+    script: str, folder: Path, ranks: Sequence[int], size: int, limits: Limits, is_s3: bool, **settings: Any
 ) -> list[dict[str, Any]]:
     """Makes a checkpoint, serves it, and runs a job for each number of ranks; returns a row for each arm."""
     place = folder / "served" / _CHECKPOINT
@@ -73,7 +103,12 @@ def measure(
     del state
     settings["files"] = {file.name: file.stat().st_size for file in files}
     rows: list[dict[str, Any]] = []
-    with http_storage(folder, folder / "served", limits) as server:
+    storage = s3_storage(folder, limits) if is_s3 else http_storage(folder, folder / "served", limits)
+    with storage as server:
+        if is_s3:
+            client = s3_client(server["store"])
+            for file in place.iterdir():
+                client.upload_file(str(file), BUCKET, f"{_CHECKPOINT}/{file.name}")
         settings["server"] = server
         for count in ranks:
             rows += run_on_ranks(script, count, str(folder), part="latency", **settings)
@@ -128,13 +163,9 @@ def run(
     tuned: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Runs all arms by turns against both servers; returns their rows."""
-    stores = [
-        Store(name, server[name], f"http://127.0.0.1:{server[name]}/{_CHECKPOINT}", files)
-        for name in ("slow", "fast")
-    ]
-    named = {
-        name: load for name, load in make_arms(tuned).items() if any(part in name for part in arms.split(","))
-    }
+    stores = [Store(name, server[name], "store" in server, files) for name in ("slow", "fast")]
+    made = make_arms(tuned, is_s3="store" in server)
+    named = {name: load for name, load in made.items() if any(part in name for part in arms.split(","))}
     rows = {
         (name, store.name): {
             "arm": name,
@@ -168,7 +199,9 @@ def run(
                     row["cpu_s"].append(sum(used for _, used in everyone))
                     row["report"] = reports[0] if reports else None
                     time.sleep(_LOGGED_S)
-                    row["traffic"].append(asdict(traffic(new_lines(server["log"], logged, store.port))))
+                    seen = traffic(new_lines(server["log"], logged, store.port))
+                    assert seen.requests, f"{name} asked another server"
+                    row["traffic"].append(asdict(seen))
                 dist.barrier()
     return list(rows.values())
 
@@ -188,26 +221,39 @@ def warm_memory(nbytes: int) -> None:
 Load = Callable[[Store, list[dict[str, Any]]], State]
 
 
-def make_arms(tuned: Sequence[str]) -> dict[str, Load]:
+def make_arms(tuned: Sequence[str], *, is_s3: bool) -> dict[str, Load]:
     """Returns the arms by name, and fastload once more for each of `tuned`: ``read_threads=32,…``."""
     arms: dict[str, Load] = {PLAIN.format(count): partial(plain_client, count) for count in (32, 64)}
+    if is_s3:
+        others: dict[str, tuple[str, Load]] = {
+            "boto3, as aws s3 cp does": ("boto3", boto3_client),
+            "s3fs, all files": ("s3fs", s3fs_client),
+            "runai streamer": ("runai_model_streamer_s3", runai_streamer),
+        }
+        arms |= {name: load for name, (module, load) in others.items() if importlib.util.find_spec(module)}
     for text in ("", *tuned):
         arms[f"fastload {text}".strip()] = partial(fastload_all, parse_tuned(text) if text else {})
     return arms
 
 
+# ---- clients alone: rank 0 keeps the bytes until all have arrived
+
+
 def plain_client(in_flight: int, store: Store, reports: list[dict[str, Any]]) -> State:
-    """Reads all files in ranges on rank 0, and keeps the bytes until all have arrived."""
+    """Reads all files in ranges with obstore."""
     if dist.get_rank() == 0:
-        received = asyncio.run(_get_all(store, in_flight))
-        assert received == sum(store.files.values()), f"{received} bytes arrived"
+        check(store, asyncio.run(_get_all(store, in_flight)))
     return {}
 
 
 async def _get_all(store: Store, in_flight: int) -> int:
-    from obstore.store import HTTPStore
+    from obstore.store import HTTPStore, S3Store
 
-    client = HTTPStore.from_url(store.url, client_options={"allow_http": True})
+    options: Any = {"client_options": {"allow_http": True}}
+    if store.is_s3:
+        client: Any = S3Store(BUCKET, prefix=_CHECKPOINT, **store.settings, **options)
+    else:
+        client = HTTPStore.from_url(store.url, **options)
     wanted = iter(
         [
             (name, at, min(at + RANGE_BYTES, size))
@@ -223,6 +269,55 @@ async def _get_some(client: Any, wanted: Iterator[tuple[str, int, int]]) -> list
     return [await client.get_range_async(name, start=begin, end=end) for name, begin, end in wanted]
 
 
+def boto3_client(store: Store, reports: list[dict[str, Any]]) -> State:
+    """Downloads all files as ``aws s3 cp --recursive`` does by default, but into memory: 10 at once."""
+    from s3transfer.manager import TransferConfig, TransferManager
+
+    if dist.get_rank() == 0:
+        client = s3_client(store.port, max_pool_connections=10)
+        with TransferManager(client, TransferConfig(max_request_concurrency=10)) as manager:
+            buffers = [BytesIO() for _ in store.files]
+            waiting = [
+                manager.download(BUCKET, f"{_CHECKPOINT}/{name}", buffer)
+                for name, buffer in zip(store.files, buffers, strict=True)
+            ]
+            for download in waiting:
+                download.result()
+        check(store, sum(buffer.getbuffer().nbytes for buffer in buffers))
+    return {}
+
+
+def s3fs_client(store: Store, reports: list[dict[str, Any]]) -> State:
+    """Reads all files at once, each with one request."""
+    import s3fs
+
+    if dist.get_rank() == 0:
+        client = s3fs.S3FileSystem(key=KEY, secret=SECRET, endpoint_url=store.endpoint)
+        found = client.cat([f"{BUCKET}/{_CHECKPOINT}/{name}" for name in store.files])
+        check(store, sum(map(len, found.values())))
+    return {}
+
+
+def check(store: Store, received: int) -> None:
+    assert received == sum(store.files.values()), f"{received} bytes arrived"
+
+
+# ---- loads of all ranks
+
+
+def runai_streamer(store: Store, reports: list[dict[str, Any]]) -> State:
+    set_peer_env()
+    os.environ |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
+    os.environ["AWS_ENDPOINT_URL"] = store.endpoint
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        files = [f"{store.url}/{name}" for name in store.files]
+        streamer.stream_files(files, device="cpu", is_distributed=dist.get_world_size() > 1)
+        # Each tensor is of use only until the next one arrives, unless the load is distributed.
+        return {name: tensor.clone().detach() for name, tensor in streamer.get_tensors()}
+
+
 def fastload_all(options: dict[str, Any], store: Store, reports: list[dict[str, Any]]) -> State:
     keep = LoadOptions(**options, on_report=lambda report: reports.append(report.to_dict()))
-    return fastload.load(store.url, options=keep)
+    return fastload.load(store.url, storage_options=store.settings or None, options=keep)

@@ -1,14 +1,15 @@
-"""A storage on this machine that answers as slowly as an object store does: nginx in front of files."""
+"""A storage on this machine that answers as late as an object store: nginx for files, or before SeaweedFS."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
 
 from limits import Limits
-from services import NGINX_MODULES
+from services import BUCKET, KEY, NGINX_MODULES, REGION, SECRET
 
 _STARTED_WITHIN_S = 20.0
 _CONF = """\
@@ -51,6 +52,28 @@ _FILES = """\
     {directives}
   }}
 """
+_PROXY = """\
+  upstream store {{ server 127.0.0.1:{store}; keepalive 256; }}
+"""
+_OBJECTS = """\
+  server {{
+    listen 127.0.0.1:{port};
+    client_max_body_size 0;
+    {directives}
+    location / {{
+      proxy_pass http://store;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_set_header Host $http_host;  # signed
+      proxy_request_buffering off;
+      proxy_max_temp_file_size 0;
+      proxy_buffers 16 64k;
+    }}
+  }}
+"""
+_WEED_PORTS = (
+    "master.port master.port.grpc volume.port volume.port.grpc filer.port filer.port.grpc s3.port.grpc"
+)
 
 
 @dataclass(frozen=True)
@@ -75,27 +98,108 @@ class Traffic:
 @contextlib.contextmanager
 def http_storage(folder: Path, served: Path, limits: Limits) -> Iterator[dict[str, Any]]:
     """Serves files twice, within limits and without; yields the ports and the log's path."""
+    with _nginx(folder, _FILES, limits, served=served) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def s3_storage(folder: Path, limits: Limits) -> Iterator[dict[str, Any]]:
+    """Runs an S3 store with a bucket, within limits and without; yields ports, and the path of the log."""
+    with _weed(folder) as store, _nginx(folder, _OBJECTS, limits, store=store) as server:
+        client = s3_client(store)
+        until = time.monotonic() + _STARTED_WITHIN_S
+        while True:
+            try:
+                client.create_bucket(Bucket=BUCKET)
+                client.put_object(Bucket=BUCKET, Key="started", Body=b"x")  # it can write
+                break
+            except Exception:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+        yield server | {"store": store}
+
+
+def s3_client(port: int, **settings: Any) -> Any:
+    """Returns boto3's client of a server."""
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name=REGION,
+        config=Config(s3={"addressing_style": "path"}, **settings),
+    )
+
+
+@contextlib.contextmanager
+def _nginx(folder: Path, server: str, limits: Limits, **places: Any) -> Iterator[dict[str, Any]]:
+    """Runs nginx with a server within limits, and one without."""
     nginx = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
     if nginx is None or not all(Path(module).exists() for module in NGINX_MODULES):
         raise RuntimeError("nginx with Lua is missing: run scripts/lab/setup")
     slow, fast = free_ports(2)
-    servers = (
-        _FILES.format(port=port, served=served, directives=kept.directives())
-        for port, kept in ((slow, limits), (fast, Limits()))
-    )
-    conf = folder / "nginx.conf"
+    servers = [_PROXY.format_map(places)] if server == _OBJECTS else []
+    for port, kept in ((slow, limits), (fast, Limits())):
+        servers.append(server.format(port=port, directives=kept.directives(), **places))
+    conf, log = folder / "nginx.conf", folder / "nginx.log"
     conf.write_text(
         _CONF.format(folder=folder, modules=NGINX_MODULES, zone=limits.zone(), servers="".join(servers))
     )
-    with (folder / "nginx.log").open("wb") as log:
-        server = subprocess.Popen([nginx, "-c", conf, "-e", folder / "nginx.log"], stdout=log, stderr=log)
-    try:
+    with _running([nginx, "-c", str(conf), "-e", str(log)], log) as process:
         for port in (slow, fast):
-            _wait_for(port, server, folder / "nginx.log")
+            _wait_for(port, process, log)
         yield {"slow": slow, "fast": fast, "log": str(folder / "access.log")}
+
+
+@contextlib.contextmanager
+def _weed(folder: Path) -> Iterator[int]:
+    """Runs SeaweedFS, its data in a folder; yields the port of its S3."""
+    weed = Path(sys.executable).with_name("weed")
+    if not weed.exists():
+        raise RuntimeError(f"{weed} is missing: run scripts/setup")
+    data = folder / "store"
+    data.mkdir()
+    identity = {"name": "lab", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
+    (data / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    ports = _WEED_PORTS.split()
+    port, *others = free_ports(1 + len(ports))
+    command = [str(weed), f"-logdir={data}", "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command += ["-s3", f"-s3.config={data / 's3.json'}", f"-s3.port={port}", "-s3.port.iceberg=0"]
+    command += [
+        "-s3.port.lance=0",
+        "-master.telemetry=false",
+        "-volume.max=0",
+        "-master.volumeSizeLimitMB=1024",
+    ]
+    command += [f"-{name}={free}" for name, free in zip(ports, others, strict=True)]
+    log = folder / "weed.log"
+    try:
+        with _running(command, log) as process:
+            _wait_for(port, process, log)
+            yield port
     finally:
-        server.terminate()
-        server.wait()
+        for free in (port, *others):
+            for left in Path("/tmp").glob(f"seaweedfs-*-{free}.sock"):
+                left.unlink()
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:  # SeaweedFS takes its time
+            process.kill()
+            process.wait()
 
 
 def free_ports(count: int) -> list[int]:
@@ -114,7 +218,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
             return
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"nginx does not start:\n{log.read_text()[-2000:]}") from None
+                raise RuntimeError(f"it does not start:\n{log.read_text()[-2000:]}") from None
             time.sleep(0.05)
 
 
