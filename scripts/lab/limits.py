@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 # nginx sends an answer in pieces of this many seconds at its rate, and waits after each but the last.
@@ -24,6 +25,14 @@ class Limits:
     connection_rate: int = 0
     requests_rate: int = 0
 
+    def __str__(self) -> str:
+        parts = [f"{self.latency_s * 1000:g} ms to the first byte"] if self.latency_s else []
+        if self.connection_rate:
+            parts.append(f"{self.connection_rate / 1e6:g} MB/s a connection")
+        if self.requests_rate:
+            parts.append(f"503 above {self.requests_rate} requests/s")
+        return ", ".join(parts) or "at once"
+
     def zone(self) -> str:
         """nginx: what the block `http` needs."""
         if not self.requests_rate:
@@ -44,3 +53,19 @@ class Limits:
             burst = max(1, round(BURST_S * self.requests_rate))
             lines += [f"limit_req zone=requests burst={burst} nodelay;", "limit_req_status 503;"]
         return "\n    ".join(lines)
+
+
+def parse_seconds(text: str) -> float:
+    """A time such as 50ms or 0.2s."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time such as 50ms or 0.2s")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def parse_connection_rate(text: str) -> int:
+    """A rate such as 60MB/s, in bytes per second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG])B/s", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a rate such as 60MB/s")
+    return round(float(match[1]) * 1000 ** (1 + "kMG".index(match[2])))
