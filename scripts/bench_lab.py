@@ -14,8 +14,9 @@ The regimes: in `shared` all hosts share one storage link; in `share` each host 
 to the storage, as where a file system gives every client a fixed share. The floor is one host that
 streams every byte once: in `share` N hosts can be up to N times as fast.
 
-With --latency, --connection-rate and --requests-rate the storage answers HTTP and S3 as an object store does:
-late, slowly on each connection, and with 503 above a rate of requests. Files through sshfs have no such limits.
+With --latency, --connection-rate and --requests-rate the storage answers HTTP and S3 as an object store:
+late, slowly on each connection, and with 503 above a rate of requests. Files through sshfs have no such
+limits.
 
 The name of an arm says what it reads: HTTP as the floor, S3, or files that sshfs mounts.
 
