@@ -14,6 +14,10 @@ The regimes: in `shared` all hosts share one storage link; in `share` each host 
 to the storage, as where a file system gives every client a fixed share. The floor is one host that
 streams every byte once: in `share` N hosts can be up to N times as fast.
 
+With --latency, --connection-rate and --requests-rate the storage answers HTTP and S3 as an object store:
+late, slowly on each connection, and with 503 above a rate of requests. Files through sshfs have no such
+limits.
+
 The name of an arm says what it reads: HTTP as the floor, S3, or files that sshfs mounts.
 
 With --shards each host loads its part into existing DTensors, and the arms are those that can load into
@@ -111,6 +115,11 @@ def words(context: click.Context, parameter: click.Parameter, text: str) -> list
 @click.option("--storage-rate", default="400mbit", show_default=True, help="shared: the storage's link.")
 @click.option("--share-rate", default="200mbit", show_default=True, help="share: each host's own.")
 @click.option("--host-rate", default="2gbit", show_default=True, help="Each host's link.")
+@click.option(
+    "--latency", help="Time to the first byte, evenly distributed between 0.6 and 1.2 times this: 50ms."
+)
+@click.option("--connection-rate", help="Rate of each answer of HTTP and S3: 60MB/s.")
+@click.option("--requests-rate", help="Requests a second above which HTTP and S3 answer 503: 200.")
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Longest wait in s.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all numbers there.")
 @click.option("--png", "png_path", type=click.Path(path_type=Path), help="Draw the picture there.")
@@ -132,6 +141,9 @@ def main(
     storage_rate: str,
     share_rate: str,
     host_rate: str,
+    latency: str | None,
+    connection_rate: str | None,
+    requests_rate: str | None,
     timeout_s: float,
     json_path: Path | None,
     png_path: Path | None,
@@ -147,6 +159,13 @@ def main(
         "shared": ["--storage-rate", storage_rate, "--host-rate", host_rate],
         "share": ["--per-host-storage-rate", share_rate, "--host-rate", host_rate],
     }
+    limits = {
+        "--latency": latency,
+        "--connection-rate": connection_rate,
+        "--requests-rate": requests_rate,
+    }
+    for limited in rates.values():
+        limited += [word for name, value in limits.items() if value for word in (name, value)]
     if unknown := set(regimes) - set(rates):
         raise click.UsageError(f"no such regime: {', '.join(sorted(unknown))}")
     shards = "" if shards == "none" else shards

@@ -13,6 +13,7 @@
     python scripts/bench_load.py plan
     python scripts/bench_load.py quantised
     python scripts/bench_load.py reading
+    python scripts/bench_load.py latency --ranks 1,2,4 --latency 50ms --connection-rate 60MB/s --size 1GiB
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the
 slowest rank has the complete state, and are verified, outside of the timing, by one digest. Those of
@@ -38,11 +39,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from bench_parts import agree as agreements
-from bench_parts import baselines, cold, fresh, fsdp, quantised_weights, reading, small
+from bench_parts import baselines, cold, fresh, fsdp, latency, quantised_weights, reading, small
 from bench_parts.job import (
     GIB,
     MIB,
     Bytes,
+    Seconds,
     all_ranks,
     available_bytes,
     forget_peak,
@@ -50,7 +52,9 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
+from bench_parts.lab_control import exit_on_signals
 from bench_parts.planning import compare_plans, measure_plan, measure_sharded_plan
+from bench_parts.slow_storage import Limits
 from bench_parts.tables import FLOOR, print_arms, print_cold, print_stages, print_table
 from bench_parts.throttled_storage import Link, ThrottledFiles
 from fsspec.implementations.local import LocalFileSystem
@@ -307,6 +311,46 @@ def read_and_verify(
     write_json(json_path, rows)
 
 
+@main.command("latency")
+@click.option("--ranks", default="1,2,4", show_default=True, help="Numbers of processes that load together.")
+@click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the checkpoint.")
+@click.option(
+    "--latency", "latency_s", type=Seconds(), default="50ms", show_default=True,
+    help="Before the first byte of an answer: evenly distributed between 0.6 and 1.2 times this.",
+)  # fmt: skip
+@click.option(
+    "--connection-rate", type=Bytes(), default="60MB/s", show_default=True, help="Rate of one answer."
+)
+@click.option("--protocol", default="http", show_default=True, type=click.Choice(["http", "s3"]))
+@click.option("--requests-rate", default=0, help="Requests a second above which it answers 503.")
+@click.option("--tuned", multiple=True, metavar="OPTION=VALUE,…", help="One more arm: fastload with these.")
+@repeats_option
+@arms_option
+@json_option
+def with_latency(
+    ranks: str,
+    size: int,
+    latency_s: float,
+    connection_rate: int,
+    protocol: str,
+    requests_rate: int,
+    tuned: tuple[str, ...],
+    repeats: int,
+    arms: str,
+    json_path: str | None,
+) -> None:
+    """Load from a storage with a time to first byte and a rate for each connection, and without them."""
+    exit_on_signals()  # and the servers end
+    limits = Limits(latency_s, connection_rate, requests_rate)
+    counts = [int(count) for count in ranks.split(",")]
+    given = {"is_s3": protocol == "s3", "repeats": repeats, "arms": arms, "tuned": tuned}
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        rows = latency.measure(__file__, Path(folder), counts, size, limits, **given)
+    limited = f"{latency_s * 1000:g} ms, {connection_rate / 1e6:g} MB/s a connection"
+    latency.print_latency(rows, f"{size / MIB:.0f} MiB over {protocol.upper()}, {limited}")
+    write_json(json_path, rows)
+
+
 def _print_plans(title: str, rows: list[dict[str, Any]]) -> None:
     table = Table(title=title)
     for name in rows[0]:
@@ -355,6 +399,7 @@ def rank(settings: str) -> None:
         "fsdp": fsdp.run,
         "fresh": fresh.run,
         "small": small.run,
+        "latency": latency.run,
     }
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:

@@ -12,9 +12,9 @@ import click
 import fastload
 from fastload.base.trace import RankTrace, Span, chrome_events, to_json
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
-from fastload.cli.options import COUNT, LINK_RATE, SIZE
+from fastload.cli.options import COUNT, LINK_RATE, SIZE, TIME
 from fastload.errors import OptionError
-from fastload.estimate.cluster import Cluster
+from fastload.estimate.cluster import Cluster, Requests
 from fastload.estimate.exchange import Level
 from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.estimate.sharded import ShardedLoad
@@ -48,6 +48,8 @@ _SHORT_S = 0.25  # time to open a checkpoint with few ranks
     help="Rate of storage to all hosts together; give this, the next, or both.",
 )
 @click.option("--per-host-storage-gbps", type=LINK_RATE, help="Highest rate of storage to one host.")
+@click.option("--latency", type=TIME, help="Mean time from a request to the first byte, such as 50ms.")
+@click.option("--connection-rate", type=LINK_RATE, help="Highest rate of one request, such as 60MB/s.")
 @click.option("--host-gbps", required=True, type=LINK_RATE, help="Rate of a host's network link, each way.")
 @click.option(
     "--rank-gbps", type=LINK_RATE, help="Rate at which a rank's cores receive and send; 1.6GB/s by default."
@@ -74,6 +76,8 @@ def plan(
     ranks_per_host: int,
     storage_gbps: float | None,
     per_host_storage_gbps: float | None,
+    latency: float | None,
+    connection_rate: float | None,
     host_gbps: float,
     rank_gbps: float | None,
     device: str,
@@ -105,6 +109,7 @@ def plan(
         host_bytes_per_s=host_gbps,
         storage_bytes_per_s=storage_gbps or math.inf,
         host_storage_bytes_per_s=per_host_storage_gbps or math.inf,
+        requests=Requests(latency_s=latency or 0.0, connection_bytes_per_s=connection_rate or math.inf),
         nccl=device == "cuda",
         rank_bytes_per_s=rank_gbps,
     )
@@ -170,10 +175,7 @@ def _share_bytes(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
 
 
 def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> dict[str, Any]:
-    world = {
-        name: value if value is None or math.isfinite(value) else None
-        for name, value in dataclasses.asdict(load.cluster).items()
-    }
+    world = _finite(dataclasses.asdict(load.cluster))
     floor_s = _floor_s(load)
     return {
         "path": path,
@@ -185,6 +187,14 @@ def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) 
         "least_s": load.least_s,
         "before_s": load.cluster.before_s,
         "strategies": [_prediction_as_json(prediction, floor_s) for prediction in predictions.values()],
+    }
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields with None for infinity, which JSON does not have."""
+    return {
+        name: _finite(value) if isinstance(value, dict) else None if value == math.inf else value
+        for name, value in fields.items()
     }
 
 
@@ -230,6 +240,12 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
     }
     shown = (f"{name} {_rate(rate)}" for name, rate in rates.items() if math.isfinite(rate))
     console.print("; ".join(shown))
+    requests = cluster.requests
+    if requests.are_limited:
+        limits = [f"{format_duration(requests.latency_s)} to the first byte"] if requests.latency_s else []
+        if math.isfinite(requests.connection_bytes_per_s):
+            limits.append(f"{_rate(requests.connection_bytes_per_s)} each")
+        console.print(f"requests: {', '.join(limits)}, at most {requests.in_flight} of a rank in flight")
     console.print(
         f"floor, one client streams all: {format_duration(_floor_s(load))}; "
         f"the least possible here: {format_duration(load.least_s)}",

@@ -14,9 +14,10 @@ from fastload.comm.launch import Launch, join_job
 from fastload.comm.traces import compare_clocks
 from fastload.comm.world import World
 from fastload.doctor.facts import Facts, look_around
-from fastload.errors import CheckpointNotFound, FastloadError
+from fastload.doctor.latency import Answers, measure_answers
+from fastload.errors import CheckpointNotFound, FastloadError, StorageError
 from fastload.formats.names import NAMES
-from fastload.loading.access import agree_on_access
+from fastload.loading.access import Access, agree_on_access
 from fastload.options import LoadOptions, Patience
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.links import Links
@@ -43,6 +44,7 @@ class Opening:
         strategy: The strategy of a load into host memory.
         why: The reason for the strategy.
         notes: Why a rank cannot read, by rank.
+        answers: How storage answered the first rank that reads; None of local files, or if a read failed.
         problem: Why it could not be opened; empty if it could.
         is_missing: Whether there is no checkpoint.
     """
@@ -55,6 +57,7 @@ class Opening:
     strategy: str = ""
     why: str = ""
     notes: Mapping[int, str] = field(default_factory=dict)
+    answers: Answers | None = None
     problem: str = ""
     is_missing: bool = False
 
@@ -142,6 +145,7 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
     try:
         with world.together():
             access = agree_on_access(world, location.url, connect, {"path": location.given})
+            answers = None if begun.is_local else _measure(world, access)
         world.acknowledge()
         access.storage.close()
         choice = choose_strategy(
@@ -164,7 +168,24 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
         strategy=choice.strategy,
         why=choice.why,
         notes=dict(access.notes),
+        answers=answers,
     )
+
+
+def _measure(world: World, access: Access) -> Answers | None:
+    """Has the first rank that reads measure requests for the largest file."""
+    largest = max(access.manifest.files, key=lambda file: file.nbytes)
+
+    def work() -> dict[str, float] | None:
+        if world.rank != access.readers[0] or not largest.nbytes:
+            return None
+        try:
+            return asdict(measure_answers(access.storage, largest))
+        except StorageError:
+            return None  # a load will name it
+
+    found = world.agree("measuring requests", work)[access.readers[0]]
+    return Answers(**found) if found is not None else None
 
 
 def measure_rates(world: World, hosts: Sequence[str], machines: Sequence[str]) -> list[HostRate]:

@@ -11,6 +11,7 @@ from typing import Literal
 from fastload.doctor.examine import Site
 from fastload.doctor.facts import Facts
 from fastload.errors import some_of
+from fastload.estimate.cluster import Requests
 from fastload.estimate.units import count, format_bytes, format_duration, format_rate
 from fastload.storage.mounts import IN_MEMORY_TYPES, is_network
 
@@ -59,6 +60,7 @@ def findings(site: Site) -> list[Finding]:
         _locked,
         _path,
         _checkpoint,
+        _requests,
     )
     return [finding for subject in subjects for finding in subject(site)]
 
@@ -315,6 +317,20 @@ def _checkpoint(site: Site) -> Iterator[Finding]:
         how += f"; rank {rank} on {site.facts[rank].host} {note}"
         advice = "others read for it; where all hosts should see the same files, look at their mounts"
     yield _judged("how it is read", how, note=advice)
+
+
+def _requests(site: Site) -> Iterator[Finding]:
+    """How storage answers a request, and what that leaves for loads."""
+    opening = site.opening
+    if opening is None or opening.answers is None:
+        return
+    answers, requests = opening.answers, Requests()
+    found = f"{format_duration(answers.latency_s)} to the first byte"
+    if answers.connection_bytes_per_s:
+        most = answers.most_bytes_per_s(requests)
+        found += f", then {format_rate(answers.connection_bytes_per_s)} over one connection: "
+        found += f"a rank reads at most {format_rate(most)} with {requests.in_flight} requests in flight"
+    yield Finding("requests", found)
 
 
 def _place_to_save(site: Site) -> Finding:

@@ -1,6 +1,7 @@
 """Hosts, and the rates of their links and storage: the clusters of `simulate` and `sharded`.
 
-Before the first read, `opening_s` is for listing, headers and connections. The ranks agree `_NUM_AGREEMENTS`
+Before the first read, `opening_s` is for listing, headers and connections, and `_OPENING_TRIPS` requests wait
+for each other. The ranks agree `_NUM_AGREEMENTS`
 times, along the tree of `comm/tree.py`, in which each handles seven others on every level, one after the
 other. All ranks get the report of each. The first load of a group builds the tree: each rank makes
 `_NUM_REQUESTS` requests to the rendezvous store, which one thread serves while the first rank reads headers.
@@ -29,6 +30,50 @@ _REPORT_S, _REPORT_BYTES = 1e-6, 35  # report of a rank to all others, in all ag
 _NUM_REQUESTS = 1.125  # one of each rank, and a second one of every eighth rank
 _REQUEST_S = 5.6e-6
 
+_OPENING_TRIPS = 3  # requests that wait for each other: the listing, the heads of all files, their tails
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """How storage answers the requests of a rank.
+
+    Attributes:
+        latency_s: Mean time to the first byte.
+        connection_bytes_per_s: Rate at which one answer arrives.
+        in_flight: Most requests that a rank has under way.
+
+    Raises:
+        OptionError: A number is out of range.
+    """
+
+    latency_s: float = 0.0
+    connection_bytes_per_s: float = math.inf
+    in_flight: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0:
+            raise OptionError(f"latency_s={self.latency_s}: must not be negative")
+        if not self.connection_bytes_per_s > 0:
+            raise OptionError(f"connection_bytes_per_s={self.connection_bytes_per_s}: must be above 0")
+        if self.in_flight < 1:
+            raise OptionError(f"in_flight={self.in_flight}: must be at least 1")
+
+    @property
+    def are_limited(self) -> bool:
+        """Whether more requests in flight make a load faster."""
+        return self.latency_s > 0 or math.isfinite(self.connection_bytes_per_s)
+
+    def most_reads(self, chunk_bytes: int, staging_bytes: int, *, alone: bool) -> int:
+        """Returns the number of chunks that a rank reads at once.
+
+        Args:
+            chunk_bytes: Length of a chunk.
+            staging_bytes: Memory for chunks that are exchanged.
+            alone: Whether nothing is exchanged: reads go into the tensors.
+        """
+        fitting = self.in_flight if alone or not chunk_bytes else staging_bytes // chunk_bytes
+        return max(1, min(self.in_flight, fitting))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -40,6 +85,7 @@ class Cluster:
         host_bytes_per_s: Rate of a host's network link, each way.
         storage_bytes_per_s: Rate of storage to all hosts together.
         host_storage_bytes_per_s: Highest rate of storage to one host.
+        requests: How storage answers each request.
         nccl: Whether the exchange is NCCL between devices, not Gloo between hosts.
         rank_bytes_per_s: Rate at which a rank receives and forwards; None for 1.6 GB/s, with NCCL no limit.
         copy_bytes_per_s: Rate at which a rank places bytes; None for 2 GB/s, with NCCL no limit.
@@ -47,7 +93,7 @@ class Cluster:
         inner_bytes_per_s: Rate between the devices of a host: an assumption, for NVLink driven by few
             multiprocessors.
         call_s: Cost of a collective to its caller: an assumption.
-        opening_s: Time before the first read, agreements excluded.
+        opening_s: Time before the first read, without agreements and the latency of requests.
         agreeing_s: Time of the agreements; None for the first load of a group, whose ranks build their tree
             while the first one reads the headers.
 
@@ -60,6 +106,7 @@ class Cluster:
     host_bytes_per_s: float
     storage_bytes_per_s: float = math.inf
     host_storage_bytes_per_s: float = math.inf
+    requests: Requests = Requests()
     nccl: bool = False
     rank_bytes_per_s: float | None = None
     copy_bytes_per_s: float | None = None
@@ -90,10 +137,11 @@ class Cluster:
     @property
     def before_s(self) -> float:
         """Time before the first read."""
+        opening_s = self.opening_s + _OPENING_TRIPS * self.requests.latency_s
         if self.agreeing_s is not None:
-            return self.opening_s + self.agreeing_s
+            return opening_s + self.agreeing_s
         meeting_s = self.num_ranks * _NUM_REQUESTS * _REQUEST_S
-        return max(self.opening_s, meeting_s) + _agreeing_s(self.num_ranks)
+        return max(opening_s, meeting_s) + _agreeing_s(self.num_ranks)
 
     @property
     def num_ranks(self) -> int:

@@ -34,6 +34,7 @@ from fastload.estimate.simulate import (
     LINKS,
     MESSAGES,
     PLACING,
+    REQUESTS,
     SHARE,
     STORAGE,
     WAY,
@@ -41,6 +42,7 @@ from fastload.estimate.simulate import (
     RankRounds,
     Stages,
     num_reads,
+    reading_stages,
 )
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import Part, RankRequest, RankRequests, Share, SharingGroups
@@ -366,7 +368,8 @@ class ShardedLoad:
             columns = _columns_alone(plan, nbytes_alone, cluster.ranks_per_host)
         else:
             columns = columns_of(plan, cluster.ranks_per_host)
-        return _predict(decision, plan, columns, cluster, sum(nbytes_alone) or plan.total_bytes)
+        read_bytes = sum(nbytes_alone) or plan.total_bytes
+        return _predict(decision, plan, columns, cluster, read_bytes, staging_bytes)
 
     def _nbytes_alone(self) -> list[int]:
         """Returns the bytes that each rank reads if it reads for itself: always complete rows."""
@@ -411,14 +414,24 @@ def _predict(
     columns: Sequence[RoundTraffic],
     cluster: Cluster,
     storage_bytes: int,
+    staging_bytes: int,
 ) -> Prediction:
+    reads, ahead = num_reads(plan.depth, alone=decision.alone), 0
+    if cluster.requests.are_limited:
+        reads = cluster.requests.most_reads(plan.chunk_bytes, staging_bytes, alone=decision.alone)
+        ahead = max(plan.depth, reads)
+    num_readers = cluster.num_ranks if decision.alone else len(plan.readers)
+    stages = [_stages(column, cluster, decision.alone, num_readers) for column in columns]
     limits = [_limits(column, cluster) for column in columns]
-    stages = [_stages(column, cluster, decision.alone) for column in columns]
+    if cluster.requests.are_limited:
+        for limit, one in zip(limits, stages, strict=True):
+            limit[REQUESTS] = (one.wait_s + one.answer_s) / reads
     factor = columns[0].num_rounds if columns else 0.0
     events, moving_s = RankRounds(
         num_rounds=len(columns),
         depth=plan.depth,
-        num_reads=num_reads(plan.depth, alone=decision.alone),
+        num_reads=reads,
+        ahead=ahead,
         stages=stages.__getitem__,
         alone=decision.alone,
     ).run()
@@ -458,14 +471,15 @@ def _limits(column: RoundTraffic, cluster: Cluster) -> dict[str, float]:
     }
 
 
-def _stages(column: RoundTraffic, cluster: Cluster, alone: bool) -> Stages:
+def _stages(column: RoundTraffic, cluster: Cluster, alone: bool, num_readers: int) -> Stages:
     limits = _limits(column, cluster)
     read_s = max(limits[STORAGE], limits[SHARE], column.host_read / cluster.host_bytes_per_s)
+    reading = reading_stages(read_s, column.read / num_readers, column.num_rounds, cluster.requests)
     if alone:
-        return Stages(read_s)
+        return reading
     busy_s = max(limits[name] for name in (LINKS, CORES, MESSAGES, _PACKING))
     way_s = column.way / cluster.host_bytes_per_s + column.num_hops * cluster.cost("message_s")
-    return Stages(read_s, busy_s, max(busy_s, way_s), limits[PLACING])
+    return reading._replace(exchange_s=busy_s, transit_s=max(busy_s, way_s), place_s=limits[PLACING])
 
 
 def _exchanged_bytes(plan: RoutedPlan) -> int:

@@ -8,6 +8,11 @@ Reading
     `TransferPlan.ahead` rounds are read at once. All readers advance in step: storage, and each host's share
     of it, are divided evenly among them, and a reader's part among its reads in flight.
 
+Requests
+    Where storage has a latency or a rate for each connection (`Requests`), a rank reads as many chunks at
+    once as it may have requests under way and as fit into `staging_bytes`, one request for each. A request
+    waits for its first byte without taking bandwidth; then it gets at most the rate of a connection.
+
 Links
     A host's link carries storage traffic and the exchange, and works both ways at once. With several hosts
     each byte of a round enters each host once, read or received: a round occupies the link for
@@ -42,7 +47,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastload.estimate.cluster import Cluster
+from fastload.estimate.cluster import Cluster, Requests
 from fastload.estimate.exchange import Level, exchange_costs
 from fastload.geometry.ranges import HasRange
 from fastload.transfer.plan import StrategyChoice, TransferPlan, plan_transfer
@@ -54,6 +59,7 @@ _MAX_DIRECT_READS = 8
 LATENCY_SHOWS = 1.1
 
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
+REQUESTS = "requests in flight"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
 WAY, BEFORE = "hops from rank to rank", "the time before the first read"
 
@@ -146,13 +152,19 @@ class ReplicatedLoad:
             hosts=cluster.host_names,
             num_sharing=cluster.ranks_per_host if shares_memory else 1,
         )
-        costs = _Costs.of(plan, cluster, alone=alone)
+        reads = plan.ahead or num_reads(plan.depth, alone=alone)
+        ahead = plan.ahead
+        if cluster.requests.are_limited and plan.num_rounds:
+            most = cluster.requests.most_reads(plan.chunk_bytes_of(0), staging_bytes, alone=alone)
+            reads = most * max(1, plan.num_windows)  # of all readers that take turns
+            ahead = max(plan.depth, reads)
+        costs = _Costs.of(plan, cluster, alone=alone, num_reads=reads)
         events, moving_s = RankRounds(
             num_rounds=plan.num_rounds,
             # One staging buffer is kept for ranks of the host that are a round behind.
             depth=max(1, plan.depth - 1) if shares_memory else plan.depth,
-            num_reads=plan.ahead or num_reads(plan.depth, alone=alone),
-            ahead=plan.ahead,
+            num_reads=reads,
+            ahead=ahead,
             stages=costs.stages_of(plan),
             alone=alone,
         ).run()
@@ -185,8 +197,8 @@ class _Costs:
     levels: Sequence[Level] = ()
 
     @classmethod
-    def of(cls, plan: TransferPlan, cluster: Cluster, *, alone: bool) -> _Costs:
-        """Computes the costs of a plan."""
+    def of(cls, plan: TransferPlan, cluster: Cluster, *, alone: bool, num_reads: int) -> _Costs:
+        """Computes the costs of a plan, of which a rank reads a number of chunks at once."""
         chunk = plan.chunk_bytes_of(0) if plan.num_rounds else 0
         num_reading = cluster.num_ranks if alone else plan.windows.most_readers
         on_host = cluster.ranks_per_host if alone else _most_on_one_host(plan, cluster)
@@ -195,15 +207,19 @@ class _Costs:
             SHARE: on_host * chunk / cluster.host_storage_bytes_per_s,
             LINKS: on_host * chunk / cluster.host_bytes_per_s,
         }
-        read_s = max(limits.values())
+        reading = reading_stages(max(limits.values()), chunk, 1, cluster.requests)
+        if cluster.requests.are_limited:
+            limits[REQUESTS] = (reading.wait_s + reading.answer_s) / num_reads
         if alone:
-            return cls(Stages(read_s), limits)
+            return cls(reading, limits)
         exchange = exchange_costs(plan, cluster)
         limits[LINKS] = max(limits[LINKS], exchange.link_s)
         limits[MESSAGES], limits[CORES] = exchange.messages_s, exchange.cores_s
         limits[PLACING] = chunk * plan.windows.most_readers / cluster.cost("copy_bytes_per_s")
         busy_s = max(limits[LINKS], exchange.cores_s, exchange.messages_s, exchange.phase_s)
-        stages = Stages(read_s, busy_s, max(busy_s, exchange.transit_s), limits[PLACING])
+        stages = reading._replace(
+            exchange_s=busy_s, transit_s=max(busy_s, exchange.transit_s), place_s=limits[PLACING]
+        )
         return cls(stages, limits, exchange.levels)
 
     def stages_of(self, plan: TransferPlan) -> Callable[[int], Stages]:
@@ -260,20 +276,30 @@ class Stages(NamedTuple):
     """Durations of the stages of one round, each without the others, in seconds.
 
     Attributes:
-        read_s: Time to read the chunks of all readers.
+        read_s: Time to read the chunks of all readers, at the rate of storage.
         exchange_s: From the start of its exchange to the start of the next one.
         transit_s: From the start to the end of its exchange.
         place_s: Time to place the chunks.
+        wait_s: Time to the first byte of a chunk.
+        answer_s: Time from there that its connection takes at least.
     """
 
     read_s: float
     exchange_s: float = 0.0
     transit_s: float = 0.0
     place_s: float = 0.0
+    wait_s: float = 0.0
+    answer_s: float = 0.0
 
     def times(self, factor: float) -> Stages:
         """Returns the stages of a longer or shorter round."""
-        return Stages(*(value * factor for value in self))
+        return Stages(*(value * factor for value in self))._replace(wait_s=self.wait_s)
+
+
+def reading_stages(read_s: float, chunk_bytes: float, num_requests: float, requests: Requests) -> Stages:
+    """Returns a round without an exchange, whose chunk takes some requests, one after the other."""
+    answer_s = chunk_bytes / requests.connection_bytes_per_s
+    return Stages(read_s, wait_s=num_requests * requests.latency_s, answer_s=answer_s)
 
 
 class RankRounds:
@@ -350,18 +376,16 @@ class RankRounds:
         now, begun = 0.0, 0
         while len(self._placed) < self._num_rounds:
             while begun < len(posted) and len(flying) < self._threads and posted[begun] <= now:
-                flying.append(_Read(begun, self._stages_of(begun).read_s, now))
+                flying.append(_Read(begun, self._stages_of(begun), now))
                 begun += 1
-            shortest_s = min((read.left_s for read in flying), default=math.inf)
-            # Reads in flight share the rate evenly.
-            end_s = now + shortest_s * len(flying) if flying else math.inf
-            can_begin = begun < len(posted) and len(flying) < self._threads
-            until_s = min(end_s, posted[begun]) if can_begin else end_s
-            progress_s = shortest_s if until_s == end_s else (until_s - now) / max(1, len(flying))
-            now = until_s
+            flowing = sum(read.wait_s == 0 for read in flying)  # they share the rate evenly
+            step_s = min((read.remaining_s(flowing) for read in flying), default=math.inf)
+            if begun < len(posted) and len(flying) < self._threads:
+                step_s = min(step_s, posted[begun] - now)
+            now += step_s
             for read in list(flying):
-                read.left_s -= progress_s
-                if read.left_s <= _NOTHING * progress_s:
+                read.advance(step_s, flowing)
+                if read.left <= _NOTHING:
                     flying.remove(read)
                     ended[read.index] = now
                     self._events.append(Interval("read", read.begin_s, now, read.index))
@@ -390,10 +414,36 @@ class RankRounds:
         self._events.append(Interval("place", place_s, self._placed[-1], index))
 
 
-@dataclass
 class _Read:
-    """A read in flight; `left_s` is its remaining time without other reads."""
+    """A read in flight.
 
-    index: int
-    left_s: float
-    begin_s: float
+    Attributes:
+        index: Number of its round.
+        begin_s: When it began.
+        wait_s: Time until its first byte.
+        left: Fraction of its bytes that have not arrived.
+    """
+
+    def __init__(self, index: int, stages: Stages, begin_s: float) -> None:
+        self.index = index
+        self.begin_s = begin_s
+        self.wait_s = stages.wait_s
+        self.left = 1.0
+        self._stages = stages
+
+    def remaining_s(self, num_flowing: int) -> float:
+        """Returns the time to its next event, the first or the last byte."""
+        return self.wait_s or self.left * self._all_s(num_flowing)
+
+    def advance(self, step_s: float, num_flowing: int) -> None:
+        """Lets time pass, at most until its next event."""
+        if self.wait_s:
+            left_s = self.wait_s - step_s
+            self.wait_s = left_s if left_s > _NOTHING * self._stages.wait_s else 0.0
+            return
+        all_s = self._all_s(num_flowing)
+        self.left -= step_s / all_s if all_s else self.left
+
+    def _all_s(self, num_flowing: int) -> float:
+        """Returns the time for all bytes while some reads share the rate."""
+        return max(num_flowing * self._stages.read_s, self._stages.answer_s)

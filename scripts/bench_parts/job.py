@@ -13,6 +13,8 @@ from typing import Any
 import click
 import torch.distributed as dist
 
+from fastload.errors import OptionError
+from fastload.estimate.units import parse_duration_s
 from fastload.options import parse_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -27,6 +29,18 @@ class Bytes(click.ParamType[int]):
         try:
             return value if isinstance(value, int) else parse_bytes(value.removesuffix("/s"))
         except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(click.ParamType[float]):
+    """A time such as 50ms."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return value if isinstance(value, float) else parse_duration_s(value)
+        except OptionError as error:
             self.fail(str(error), param, ctx)
 
 

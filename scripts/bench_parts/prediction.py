@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from rich.table import Table
 
 from bench_parts.lab_tables import cells
 from bench_parts.tables import AS_IT_WAS, print_table
-from fastload.estimate.cluster import Cluster
+from fastload.estimate.cluster import Cluster, Requests
 from fastload.estimate.simulate import ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 from fastload.options import SETTINGS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
 
+from limits import LONGEST, SHORTEST, parse_connection_rate, parse_seconds
 from network import parse_rate
 
 GOODPUT = 0.957  # what TCP gets of a capped link, measured
@@ -55,14 +57,23 @@ def predicted(result: dict[str, Any], regime: str, hosts: int, report: dict[str,
     """
     words = result["rates"][regime]
     rates = dict(zip(words[::2], words[1::2], strict=True))
-    links: dict[str, float] = {_OPTIONS[name]: GOODPUT * parse_rate(rate) / 8 for name, rate in rates.items()}
+    links: dict[str, Any] = {
+        option: GOODPUT * parse_rate(rates[name]) / 8 for name, option in _OPTIONS.items() if name in rates
+    }
+    requests = Requests(
+        latency_s=(SHORTEST + LONGEST) / 2 * parse_seconds(rates.get("--latency", "0s")),
+        connection_bytes_per_s=parse_connection_rate(rates["--connection-rate"])
+        if "--connection-rate" in rates
+        else math.inf,
+    )
     num_locals = result.get("ranks_per_host", 1)
     unshaped_s = result.get("unshaped_s", {}).get(str(hosts))
     if unshaped_s is not None:
         # The ranks of a host share what enters it.
         links["rank_bytes_per_s"] = result["nbytes"] / num_locals / max(0.01, unshaped_s - _OPENING_S)
     wanted = [TensorEntry("all", "U8", (result["nbytes"],), 0, 0, result["nbytes"])]
-    load = ReplicatedLoad(wanted, Cluster(num_hosts=hosts, ranks_per_host=num_locals, **links))
+    cluster = Cluster(num_hosts=hosts, ranks_per_host=num_locals, requests=requests, **links)
+    load = ReplicatedLoad(wanted, cluster)
     done = load.predict(
         report["strategy"],
         staging_bytes=SETTINGS["staging_bytes"].default,

@@ -13,6 +13,9 @@ Links are capped at both ends of the veth pair, so traffic is capped both ways. 
 entries are permanent: a cut link swallows packets in silence, as an unplugged switch does,
 and no sender is told "host unreachable".
 
+The storage can answer as late as an object store: with a time to the first byte, a rate for each
+connection, and 503 above a rate of requests (limits.py).
+
 The namespaces and links are in network.py, the services in services.py. Only the standard
 library is used. The entry points are the executable files beside this one.
 """
@@ -32,10 +35,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import network
 import slurm
+from limits import LONGEST, SHORTEST, Limits, parse_connection_rate, parse_seconds
 from network import (
     ETC_NETNS,
     MAX_HOSTS,
@@ -87,6 +92,7 @@ def up(args: argparse.Namespace) -> int:
         "host_rate": link,
         "storage_rate": args.storage_rate,
         "share_rate": share,
+        "limits": asdict(Limits(args.latency, args.connection_rate, args.requests_rate)),
     }
     LAB_DIR.mkdir(parents=True, exist_ok=True)
     try:
@@ -98,7 +104,7 @@ def up(args: argparse.Namespace) -> int:
         with shared_folders():
             network.make_network(args.hosts)
         network.shape(state)
-        wait_for_services(start_services())
+        wait_for_services(start_services(Limits(**state["limits"])))
     except BaseException:
         tear_down()
         raise
@@ -114,6 +120,7 @@ def summary(state: State) -> str:
         f"storage {show_rate(state['storage_rate'])}, "
         f"storage per host {show_rate(state['share_rate'])}",
         f"storage  {STORAGE}, {STORAGE_ADDRESS}, serves {DATA_DIR / BUCKET}",
+        f"answers  {Limits(**state['limits'])}",
         f"http     {HTTP_URL}/NAME",
         f"s3       s3://{BUCKET}/NAME",
         *(f"env      {key}={value}" for key, value in CLIENT_ENV.items()),
@@ -357,6 +364,24 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--per-host-storage-rate", type=rate, metavar="R", help="each host's own share of storage"
     )
+    sub.add_argument(
+        "--latency",
+        type=parse_seconds,
+        default=0.0,
+        metavar="T",
+        help=f"time to the first byte, evenly distributed from {SHORTEST:g} to {LONGEST:g} T: 50ms",
+    )
+    sub.add_argument(
+        "--connection-rate",
+        type=parse_connection_rate,
+        default=0,
+        metavar="R",
+        help="rate of each answer, but not of uploads: 60MB/s",
+    )
+    sub.add_argument(
+        "--requests-rate", type=int, default=0, metavar="N",
+        help="requests a second of HTTP, and of S3, above which the storage answers 503",
+    )  # fmt: skip
 
     add("down", down, "End the lab: processes, namespaces, served data and state.")
 

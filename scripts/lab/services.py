@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from limits import Limits
 from network import LETTER, STORAGE, LabError, address_of, call, host_name, inside
 from processes import is_running
 
@@ -59,8 +60,10 @@ http {{
   default_type application/octet-stream;
   keepalive_requests 1000000;
   tcp_nopush on;
+  {zone}
   server {{
     listen {address}:8080;
+    {directives}
     root {served};
     sendfile on;
     autoindex on;
@@ -69,6 +72,7 @@ http {{
   upstream rclone {{ server {rclone}; keepalive 256; }}
   server {{
     listen {address}:9000;
+    {directives}
     client_max_body_size 0;
     location / {{
       proxy_pass http://rclone;
@@ -88,15 +92,15 @@ http {{
 """
 
 
-def start_services() -> dict[str, int]:
-    """Start nginx and rclone in the storage; they end with `down`."""
+def start_services(limits: Limits) -> dict[str, int]:
+    """Start nginx, which answers within limits, and rclone in the storage; they end with `down`."""
     served = DATA_DIR / BUCKET
     for directory in (SERVICES, served):
         directory.mkdir(parents=True, exist_ok=True)
     conf = SERVICES / "nginx.conf"
     where = {"services": SERVICES, "served": served, "address": STORAGE_ADDRESS, "rclone": RCLONE}
-    where["modules"] = NGINX_MODULES
-    conf.write_text(NGINX_CONF.format_map(where))
+    text = {"modules": NGINX_MODULES, "zone": limits.zone(), "directives": limits.directives()}
+    conf.write_text(NGINX_CONF.format_map(where | text))
     nginx = ["nginx", "-c", str(conf), "-e", str(SERVICES / "nginx.log")]
     rclone = ["rclone", "serve", "s3", str(DATA_DIR), "--config", "", "--addr", RCLONE]
     rclone += ["--auth-key", f"{KEY},{SECRET}"]
@@ -154,7 +158,7 @@ def refresh(first: str) -> None:
     on_storage("--fail", "-X", "POST", forget)
     served = DATA_DIR / BUCKET
     keys = sorted(str(path.relative_to(served)) for path in served.rglob("*") if path.is_file())
-    urls = "".join(f'url = "{S3_URL}/{BUCKET}/{quote(key)}"\n' for key in keys)
+    urls = "".join(f'url = "http://{RCLONE}/{BUCKET}/{quote(key)}"\n' for key in keys)
     on_storage("--fail", "--fail-early", "--head", *SIGNED, "--config", "-", stdin=urls)
 
 

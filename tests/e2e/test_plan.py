@@ -69,6 +69,28 @@ def test_a_terminal_cuts_no_number(columns: int) -> None:
     assert re.search(r"every replica reads all +48 +82\.8 TB", sizes.stdout), sizes.stdout
 
 
+def test_plan_with_latency() -> None:
+    world = ["--size", "1GiB", "--hosts", "1", "--storage-gbps", "100", "--host-gbps", "100", "--json"]
+    before = one_object(call("plan", *world).stdout)
+    done = one_object(call("plan", *world, "--latency", "50ms", "--connection-rate", "60MB/s").stdout)
+    assert done["cluster"]["requests"] == {
+        "latency_s": 0.05,
+        "connection_bytes_per_s": 60e6,
+        "in_flight": 64,
+    }
+    assert before["cluster"]["requests"]["connection_bytes_per_s"] is None
+    strategy = done["strategies"][0]
+    assert strategy["bound_by"] == "requests in flight"
+    # 128 requests of 8 MiB, 64 at once, after three that wait for each other.
+    assert strategy["total_s"] - done["before_s"] == pytest.approx(2 * (0.05 + (8 << 20) / 60e6), rel=0.01)
+    assert done["before_s"] - before["before_s"] == pytest.approx(3 * 0.05)
+    shown = call("plan", *world[:-1], "--latency", "50ms", "--connection-rate", "60MB/s").stdout
+    assert (
+        "requests: 50 ms to the first byte, 0.48 Gbit/s = 60 MB/s each, at most 64 of a rank in flight"
+        in shown
+    )
+
+
 def test_plan_of_a_world_that_nobody_here_owns() -> None:
     done = call(
         "plan", "--size", "13.8TB", "--hosts", "8192", "--ranks-per-host", "8", "--device", "cuda",

@@ -260,3 +260,38 @@ def test_another_lab_beside_it_is_its_own(two_hosts: Path, tmp_path: Path) -> No
         lab("down", **other)
     assert not (tmp_path / "lab").exists()
     assert reaches(HOST_1, STORAGE) == 0
+
+
+def test_a_storage_that_answers_late_and_refuses(two_hosts: Path, tmp_path: Path) -> None:
+    letter = "y" if LETTER == "z" else "z"
+    other = {"FASTLOAD_LAB": letter, "FASTLOAD_LAB_DIR": str(tmp_path / "lab")}
+    address = f"10.77.{ord(letter) - ord('a') + 1}.254"
+    nbytes = 1_000_000
+    one = (
+        "-r",
+        f"0-{nbytes - 1}",
+        "-w",
+        "%{http_code} %{time_starttransfer} %{time_total}",
+        "-o",
+        os.devnull,
+    )
+    signed = ("--aws-sigv4", "aws:amz:us-east-1:s3", "--user", "labkey:labsecret")
+    try:
+        lab("up", "1", "--latency", "200ms", "--connection-rate", "5MB/s", "--requests-rate", "10", **other)
+        lab("put", str(two_hosts), "object.bin", **other)
+        for words in (
+            (f"http://{address}:8080/object.bin",),
+            (*signed, f"http://{address}:9000/lab/object.bin"),
+        ):
+            done = lab("run", "--plain", "--", "curl", "-sf", *one, *words, **other)
+            status, first_s, all_s = done.stdout.split()
+            assert status == "206"
+            assert float(first_s) > 0.6 * 0.2
+            assert float(all_s) - float(first_s) > 0.8 * nbytes / 5e6
+        # The storage lets 5 through at once, and then 10 a second.
+        many = ("-Z", "-o", "#1", "-w", "%{http_code}\n", f"http://{address}:8080/none[1-60]")
+        done = lab("run", "--plain", "--", "curl", "-s", *many, check=False, **other)
+        statuses = done.stdout.split()
+        assert set(statuses) == {"404", "503"}, statuses
+    finally:
+        lab("down", **other)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fastload.doctor.examine import HostRate, Opening, Site
 from fastload.doctor.facts import Facts, NameLookup, PathFacts
 from fastload.doctor.findings import Finding, findings
+from fastload.doctor.latency import Answers, measure_answers
+from fastload.formats.manifest import FileEntry
+from fastload.storage import Storage
 
 GIB = 1 << 30
 NFS = PathFacts(kind="nfs4", exists=True, is_folder=True, readable=True, writable=True, free_bytes=9 * GIB)
@@ -185,3 +188,46 @@ def test_each_trouble_is_told_once_with_what_to_do(name: str) -> None:
     fitting = [one for one in found if expected.found in one.found and expected.advice in one.advice]
     assert [(one.subject, one.level) for one in fitting] == [(expected.subject, expected.level)], found
     assert len(found) == 1
+
+
+def test_what_requests_leave_for_loads() -> None:
+    answers = Answers(latency_s=0.05, connection_bytes_per_s=80e6)
+    shown = {one.subject: one for one in findings(replace(SITE, opening=replace(OPENING, answers=answers)))}
+    assert shown["requests"].found == (
+        "50 ms to the first byte, then 80 MB/s over one connection: "
+        "a rank reads at most 3.47 GB/s with 64 requests in flight"
+    )
+    small = replace(OPENING, answers=Answers(0.05, 0.0))
+    shown = {one.subject: one for one in findings(replace(SITE, opening=small))}
+    assert shown["requests"].found == "50 ms to the first byte"
+
+
+class SlowStorage:
+    """Storage whose clock is not that of the machine."""
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self.now_s = 0.0
+        self.read_bytes: list[int] = []
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+
+    def read_into(self, name: str, offset: int, buffers: list[memoryview], version: str) -> None:
+        assert (name, offset, version) == ("model", 0, "v1")
+        nbytes = sum(map(len, buffers))
+        self.read_bytes.append(nbytes)
+        connecting_s = 0.1 if len(self.read_bytes) == 1 else 0.0
+        self.now_s += connecting_s + self._latency_s + (nbytes - 1) / self._bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rate", "longest"), [(GIB, 60e6, 8 << 20), (GIB, 1e6, 1 << 20), (1000, 60e6, 1)]
+)
+def test_requests_of_one_connection_are_measured(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, rate: float, longest: int
+) -> None:
+    storage = SlowStorage(0.04, rate)
+    monkeypatch.setattr("fastload.doctor.latency.time.perf_counter", lambda: storage.now_s)
+    found = measure_answers(cast(Storage, storage), FileEntry("model", nbytes, "v1", ""))
+    assert found.latency_s == pytest.approx(0.04)
+    assert found.connection_bytes_per_s == pytest.approx(rate if nbytes == GIB else 0.0, rel=1e-3)
+    assert max(storage.read_bytes) == longest

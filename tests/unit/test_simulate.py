@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import tracemalloc
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.cluster import Cluster
+from fastload.estimate.cluster import Cluster, Requests
 from fastload.estimate.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 
@@ -235,3 +236,56 @@ def test_impossible_worlds(bad: dict[str, Any]) -> None:
         Cluster(**{**world, "storage_bytes_per_s": 1e9, **bad})
     with pytest.raises(OptionError, match="rate of storage"):
         Cluster(**world)
+
+
+def limited(nbytes: int, requests: Requests, strategy: str = "allgather", **more: Any) -> Prediction:
+    world = {"num_hosts": 1, "host_bytes_per_s": 100 * GB, "storage_bytes_per_s": 100 * GB}
+    return run(nbytes, strategy, **{**world, "requests": requests, "chunk_bytes": 8 * MB, **more})
+
+
+@pytest.mark.parametrize(("in_flight", "turns"), [(1, 64), (4, 16), (32, 2), (64, 1), (100, 1)])
+def test_requests_in_flight_share_the_latency(in_flight: int, turns: int) -> None:
+    """64 chunks of 8 MB, each 50 ms and 0.16 s; opening takes three requests, one after the other."""
+    asked = Requests(latency_s=0.05, connection_bytes_per_s=50e6, in_flight=in_flight)
+    done = limited(512 * MB, asked)
+    assert done.total_s == pytest.approx(3 * 0.05 + turns * 0.21, rel=0.01)
+    assert done.bound_by == "requests in flight"
+
+
+def test_a_storage_that_is_slow_enough_hides_the_latency() -> None:
+    asked = Requests(latency_s=0.05, connection_bytes_per_s=50e6)
+    done = limited(GB, asked, storage_bytes_per_s=100 * MB)
+    assert done.total_s == pytest.approx(10.0 + 4 * 0.05, rel=0.01)
+    assert done.bound_by == "storage"
+
+
+def test_memory_bounds_the_requests_in_flight() -> None:
+    """A chunk takes 0.2 s; 16 of them fit into the memory of each of four ranks, or 32."""
+    asked = Requests(latency_s=0.04, connection_bytes_per_s=50e6, in_flight=32)
+    fewer, more = (
+        limited(8 * GB, asked, num_hosts=4, staging_bytes=staging * MB).total_s for staging in (128, 256)
+    )
+    assert fewer == pytest.approx(0.12 + 250 / 16 * 0.2, rel=0.05)
+    assert more == pytest.approx(0.12 + 250 / 32 * 0.2, rel=0.05)
+
+
+def test_latency_costs_nothing_that_is_not_there() -> None:
+    plain = run(GB, "allgather", num_hosts=4, host_bytes_per_s=GB, storage_bytes_per_s=100 * MB)
+    asked = Requests(latency_s=1e-9)
+    same = run(
+        GB, "allgather", num_hosts=4, host_bytes_per_s=GB, storage_bytes_per_s=100 * MB, requests=asked
+    )
+    assert same.total_s == pytest.approx(plain.total_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"latency_s": -1.0}, "latency_s=-1.0"),
+        ({"connection_bytes_per_s": 0.0}, "connection_bytes_per_s=0.0"),
+        ({"in_flight": 0}, "in_flight=0"),
+    ],
+)
+def test_requests_out_of_range(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(says)):
+        Requests(**given)

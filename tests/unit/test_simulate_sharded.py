@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastload.estimate.cluster import Cluster
+from fastload.estimate.cluster import Cluster, Requests
 from fastload.estimate.parallel import Parallel, model_of_size
 from fastload.estimate.sharded import ShardedLoad, columns_of
 from fastload.estimate.simulate import STRATEGIES, Prediction
@@ -129,3 +129,13 @@ def test_a_world_that_nobody_here_owns(strategy: str, fsdp: bool) -> None:
     assert len(done.timeline) < 1000
     for one in done.timeline:
         assert 0 <= one.begin_s <= one.end_s <= done.total_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("in_flight", "seconds"), [(8, 1.0), (16, 0.5)])
+def test_requests_in_flight_bound_the_reading(in_flight: int, seconds: float) -> None:
+    """Each of 4 ranks reads 256 chunks of 1 MB, 31.25 ms each, as a fast store gives them."""
+    requests = Requests(latency_s=0.02125, connection_bytes_per_s=100e6, in_flight=in_flight)
+    load = load_of(4 * 256 * MB, Parallel(tp=4), storage_bytes_per_s=1000 * GB, requests=requests)
+    done = run(load, chunk_bytes=MB)
+    assert done.total_s - load.cluster.before_s == pytest.approx(seconds, rel=0.1)
+    assert done.bound_by == "requests in flight"
