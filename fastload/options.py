@@ -284,7 +284,7 @@ class LoadOptions(_Options):
         timeout_s: Longest time without progress, in seconds; not of the whole load. Then it fails on all
             ranks.
         io: ``auto``, ``buffered`` or ``direct`` reads of local files.
-        read_threads: Reads in flight on each rank; None chooses.
+        read_threads: Reads in flight on each rank; None follows storage.
         retries: Further attempts at a chunk after a transient storage error.
         verify: Whether each rank compares what it reads with the checksums of the commit record, if the
             checkpoint has one.

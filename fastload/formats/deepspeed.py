@@ -29,7 +29,7 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import ZERO_FILE
 from fastload.formats.parts import join_manifests, join_pieces, numbered
-from fastload.formats.reading import at_once, stat_all
+from fastload.formats.reading import reads_at_once, stat_all
 from fastload.formats.state import children, dict_node, leaf_of, leaves
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.unpickle import sizes_of
@@ -151,7 +151,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     def read(name: str) -> Manifest:
         return zip_file.read_file(storage, name, stats[name], exact=exact, budget=budget)
 
-    parts = in_threads(read, names, at_once(storage))
+    parts = in_threads(read, names, reads_at_once(storage))
     files = {
         places[name]: numbered(part, number)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))

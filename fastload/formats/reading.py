@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from fastload.base.threads import in_threads
+from fastload.base.threads import at_once, in_threads
 from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import HEAD_BYTES, FileStat, Storage, is_page
@@ -19,7 +19,7 @@ ReadRange = Callable[[int, int], bytes]
 _FEW, _MANY = 8, 100
 
 
-def at_once(storage: Storage) -> int:
+def reads_at_once(storage: Storage) -> int:
     """Returns the number of small requests at once: many if each takes a round trip."""
     return _FEW if storage.probes else _MANY
 
@@ -28,7 +28,7 @@ def do_at_once(storage: Storage, tasks: Sequence[Callable[[], Any]]) -> list[Any
     """Does a few tasks that read, at once if each request takes a round trip; returns the results."""
     if storage.probes or len(tasks) == 1:
         return [task() for task in tasks]
-    return in_threads(lambda task: task(), tasks, len(tasks))
+    return at_once(*tasks)
 
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
@@ -103,7 +103,7 @@ def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
     Raises:
         IncompleteCheckpoint: Some are missing.
     """
-    stats = dict(zip(names, in_threads(storage.stat, names, at_once(storage)), strict=True))
+    stats = dict(zip(names, in_threads(storage.stat, names, reads_at_once(storage)), strict=True))
     missing = [name for name, stat in stats.items() if stat is None]
     if missing:
         count = f"{len(missing)} of {len(names)}"

@@ -26,7 +26,7 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import SHARDING_NAME, SUFFIX
 from fastload.formats.parts import TensorPart, join_manifests, join_parts, nested, numbered
-from fastload.formats.reading import at_once, digest_of_file, read_limited, stat_all
+from fastload.formats.reading import digest_of_file, read_limited, reads_at_once, stat_all
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.state import children, dict_node, refused_node
 from fastload.formats.torch_save import zip_file
@@ -123,7 +123,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         )
 
     found = dict(
-        zip(map(places.__getitem__, stats), in_threads(read, [*stats], at_once(storage)), strict=True)
+        zip(map(places.__getitem__, stats), in_threads(read, [*stats], reads_at_once(storage)), strict=True)
     )
     equal = {
         key

@@ -16,7 +16,7 @@ from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dcp.metadata import Item
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.reading import at_once, read_bytes, read_ends
+from fastload.formats.reading import read_bytes, read_ends, reads_at_once
 from fastload.formats.torch_save.archive import TAIL_BYTES
 from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
@@ -168,7 +168,7 @@ def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, byt
             begin = items[index].offset - first.offset
             take(index, data[begin : begin + items[index].nbytes])
 
-    in_threads(read, list(_groups(items)), at_once(storage))
+    in_threads(read, list(_groups(items)), reads_at_once(storage))
 
 
 def _groups(items: Sequence[Item]) -> Iterator[list[int]]:
@@ -192,7 +192,7 @@ def _end(item: Item) -> int:
 
 def _read_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
     """Reads the layouts of items in threads."""
-    return in_threads(lambda one: _read_layout(storage, one), wanted, at_once(storage))
+    return in_threads(lambda one: _read_layout(storage, one), wanted, reads_at_once(storage))
 
 
 def _read_layout(storage: Storage, wanted: TensorItem) -> ItemLayout:

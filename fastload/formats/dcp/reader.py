@@ -23,7 +23,7 @@ from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.parts import join_pieces, nested, numbered
-from fastload.formats.reading import ReadRange, at_once, do_at_once, read_ends, read_limited, stat_all
+from fastload.formats.reading import ReadRange, do_at_once, read_ends, read_limited, reads_at_once, stat_all
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.archive import TAIL_BYTES
 from fastload.formats.torch_save.state import encode_pickle
@@ -243,7 +243,9 @@ class _ItemReader:
         read: ReadRange = read_data
         if not data:
             read = read_ends(self._storage, item.file, item.offset, item.nbytes, TAIL_BYTES, TAIL_BYTES)
-        archive = open_archive(read, item.nbytes, where, num_reads=1 if data else at_once(self._storage))
+        archive = open_archive(
+            read, item.nbytes, where, num_reads=1 if data else reads_at_once(self._storage)
+        )
         value = _without_class(unpickle(archive.pickle, where))
         state = encode_pickle(value, len(archive.pickle), where, name, budget=self._budget)
         self.nodes[name] = state.structure

@@ -14,7 +14,7 @@ from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
 from fastload.formats.names import BIN_NAME, INDEX_NAME, INDEX_SUFFIX, SUFFIX, missing_files
 from fastload.formats.parts import TensorPart, join_parts
-from fastload.formats.reading import at_once, read_bytes, read_limited, stat_all, what_instead
+from fastload.formats.reading import read_bytes, read_limited, reads_at_once, stat_all, what_instead
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box
@@ -136,7 +136,7 @@ def choose_single(
     files = sorted(set(weight_map.values()))
     is_preferred = single in (f"model{SUFFIX}", BIN_NAME)
     if not (is_preferred and set(names) == set(weight_map)) and all(
-        in_threads(storage.stat, files, at_once(storage))
+        in_threads(storage.stat, files, reads_at_once(storage))
     ):
         raise ManifestError(
             f"{storage.url}: two models: one in {single!r}, and the one of {index!r}: remove one of them, or "
@@ -183,7 +183,9 @@ def assemble(
     tensors: list[TensorEntry] = []
     metadata: dict[str, str] = {}
     shards: dict[int, str] = {}
-    for file, entries, file_metadata in in_threads(read, list(enumerate(stats.items())), at_once(storage)):
+    for file, entries, file_metadata in in_threads(
+        read, list(enumerate(stats.items())), reads_at_once(storage)
+    ):
         if _SHARDING_KEY in file_metadata:
             shards[len(files)] = file_metadata.pop(_SHARDING_KEY)
         files.append(file)

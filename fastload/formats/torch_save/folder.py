@@ -11,7 +11,7 @@ from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
 from fastload.formats.parts import join_manifests, numbered
-from fastload.formats.reading import at_once, read_bytes, stat_all, what_instead
+from fastload.formats.reading import read_bytes, reads_at_once, stat_all, what_instead
 from fastload.formats.safetensors.reader import choose_single, find_single, read_index, require_numbered
 from fastload.formats.state import children, dict_node, leaves
 from fastload.formats.torch_save import legacy_file, zip_file
@@ -37,7 +37,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     def read(names: Sequence[str]) -> list[Manifest]:
         stats = stat_all(storage, names)
         return in_threads(
-            lambda name: _read(storage, name, stats[name], budget, exact=exact), names, at_once(storage)
+            lambda name: _read(storage, name, stats[name], budget, exact=exact), names, reads_at_once(storage)
         )
 
     if BIN_INDEX_NAME not in listing:

@@ -13,7 +13,7 @@ import xxhash
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.manifest import Manifest
-from fastload.formats.reading import at_once, read_bytes
+from fastload.formats.reading import read_bytes, reads_at_once
 from fastload.formats.torch_save.archive import ZipRecord
 from fastload.formats.torch_save.state import StorageRef, encode_pickle
 from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
@@ -60,7 +60,7 @@ def read_file(
         def read(record: ZipRecord) -> bytes:
             return read_bytes(storage, name, record.header, _LENGTH_BYTES)
 
-        found = in_threads(read, [*storages.values()], at_once(storage))
+        found = in_threads(read, [*storages.values()], reads_at_once(storage))
         for (key, record), head in zip([*storages.items()], found, strict=True):
             if head != record.head:
                 raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")

@@ -16,7 +16,7 @@ import xxhash
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
-from fastload.formats.reading import ReadRange, at_once, read_ends
+from fastload.formats.reading import ReadRange, read_ends, reads_at_once
 from fastload.formats.torch_save.archive import ZipDirectory, ZipRecord, read_directory
 from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
 from fastload.formats.torch_save.unpickle import unpickle
@@ -128,7 +128,7 @@ def header_digest(storage: Storage, name: str, nbytes: int) -> str:
 def _open(storage: Storage, name: str, nbytes: int, *, exact: bool) -> Archive:
     head_bytes = 0 if storage.probes else _END_BYTES
     read = read_ends(storage, name, 0, nbytes, head_bytes, _END_BYTES)
-    num_reads = 1 if storage.probes else at_once(storage)
+    num_reads = 1 if storage.probes else reads_at_once(storage)
     return open_archive(read, nbytes, storage.label(name), exact=exact, num_reads=num_reads)
 
 
