@@ -530,7 +530,7 @@ class ObjectTarget:
     def clean_abandoned(self) -> list[str]:
         with self._errors(""):
             ended, folders = at_once(self._end_old_uploads, self._pending_folders)
-            return self._remove_abandoned(folders) + ended
+            return [*self._remove_abandoned(folders), *ended]
 
     def _end_old_uploads(self) -> list[str]:
         return self._uploads.give_up_old(_ABANDONED_S)
