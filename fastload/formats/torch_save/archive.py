@@ -207,7 +207,7 @@ def _locate(
     def find(one: tuple[_Entry, int, int]) -> int:
         return _data_after(read, *one[:2])
 
-    offsets = in_threads(find, to_read, num_reads) if num_reads > 1 else map(find, to_read)
+    offsets = in_threads(find, to_read, num_reads) if num_reads > 1 else [find(one) for one in to_read]
     for (entry, _, after), offset in zip(to_read, offsets, strict=True):
         if offset + entry.nbytes > after:
             raise ValueError(f"{show(entry.name)} overlaps what is after it")
