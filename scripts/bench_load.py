@@ -347,7 +347,9 @@ def with_latency(
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         rows = latency.measure(__file__, Path(folder), counts, size, limits, **given)
     limited = f"{latency_s * 1000:g} ms, {connection_rate / 1e6:g} MB/s a connection"
-    latency.print_latency(rows, f"{size / MIB:.0f} MiB over {protocol.upper()}, {limited}")
+    latency.print_latency(
+        rows, f"{size / MIB:.0f} MiB over {protocol.upper()}, {limited}", latency.REFERENCE, "plain 32"
+    )
     write_json(json_path, rows)
 
 

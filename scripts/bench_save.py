@@ -5,6 +5,7 @@
     python scripts/bench_save.py training
     python scripts/bench_save.py slow
     python scripts/bench_save.py round-trip
+    python scripts/bench_save.py latency --ranks 1,4 --size 512MiB
 
 With `--shards fsdp` (or `hsdp`, `tp`) the state consists of DTensors.
 
@@ -32,13 +33,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
 import click
 import torch.distributed as dist
+from bench_parts import latency_saves, save_planning, save_shards, save_slow, save_tables
 from bench_parts import round_trip as round_trips
 from bench_parts import save_arms as arms_of
-from bench_parts import save_planning, save_shards, save_slow, save_tables
 from bench_parts.job import (
     GIB,
     MIB,
     Bytes,
+    Seconds,
     all_ranks,
     available_bytes,
     forget_peak,
@@ -46,9 +48,12 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
+from bench_parts.lab_control import exit_on_signals
+from bench_parts.latency import print_latency
 from bench_parts.save_beside import SaveBeside
 from bench_parts.save_memory import Generations
 from bench_parts.save_training import Training
+from bench_parts.slow_storage import Limits
 
 from fastload.formats.state import state_digest
 from fastload.options import SaveOptions
@@ -232,6 +237,39 @@ def slow(
     save_tables.print_slow(rows, title)
 
 
+@main.command()
+@click.option("--ranks", default="1,4", show_default=True, help="Numbers of processes that save together.")
+@click.option("--size", type=Bytes(), default="512MiB", show_default=True, help="Of the state.")
+@click.option(
+    "--latency", "latency_s", type=Seconds(), default="50ms", show_default=True,
+    help="Before the answer to a request: evenly distributed between 0.6 and 1.2 times this.",
+)  # fmt: skip
+@click.option("--requests-rate", default=0, help="Requests a second above which it answers 503.")
+@repeats_option
+@arms_option
+@json_option
+def latency(
+    ranks: str,
+    size: int,
+    latency_s: float,
+    requests_rate: int,
+    repeats: int,
+    arms: str,
+    json_path: str | None,
+) -> None:
+    """Save to an S3 store (SeaweedFS) with latency, and without it; all ranks hold the same state."""
+    exit_on_signals()  # and the servers end
+    limits = Limits(latency_s, requests_rate=requests_rate)
+    counts = [int(count) for count in ranks.split(",")]
+    with tempfile.TemporaryDirectory(prefix="bench-save-") as folder:
+        rows = latency_saves.measure(
+            __file__, Path(folder), counts, limits, size=size, repeats=repeats, arms=arms
+        )
+    title = f"saves of {size / MIB:.0f} MiB to S3, {latency_s * 1000:g} ms"
+    print_latency(rows, title, latency_saves.BOTO3, "boto3 32")
+    write_json(json_path, rows)
+
+
 def measured(
     part: str, ranks: int, folder: str | None, json_path: str | None, **settings: Any
 ) -> list[dict[str, Any]]:
@@ -262,6 +300,7 @@ def rank(settings: str) -> None:
         "stall": stall_rows,
         "training": training_rows,
         "slow": slow_rows,
+        "latency": latency_saves.run,
     }
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:

@@ -87,6 +87,9 @@ class Store:
         return {"endpoint": self.endpoint, **keys}
 
 
+Arm = Callable[[Store, list[dict[str, Any]]], State]
+
+
 # ---- the launcher
 
 
@@ -115,10 +118,16 @@ def measure(
     return rows
 
 
-def print_latency(rows: Sequence[dict[str, Any]], title: str) -> None:
+def print_latency(rows: Sequence[dict[str, Any]], title: str, reference: str, short: str) -> None:
     """Prints a table for each number of ranks: seconds with the limits and without, ratios, and requests.
 
     Requests are those of the last run with the limits.
+
+    Args:
+        rows: Of all arms.
+        title: Of each table.
+        reference: The arm to compare with.
+        short: Its name in the table's head.
     """
     for count in sorted({row["ranks"] for row in rows}):
         table = Table(
@@ -127,18 +136,18 @@ def print_latency(rows: Sequence[dict[str, Any]], title: str) -> None:
             collapse_padding=True,
             title=f"{title}, {count} rank{'s' if count > 1 else ''}",
         )
-        heads = ("arm", "limits, s", "without, s", "÷\nwithout", "÷ plain\n32", "CPU s\nper GiB")
+        heads = ("arm", "limits, s", "without, s", "÷\nwithout", f"÷\n{short}", "CPU s\nper GiB")
         for head in (*heads, "requests", "at once,\nmean", "at once,\nmost", "chain", "503"):
             table.add_column(head, justify="left" if head == "arm" else "right", no_wrap=True)
         of_count = [row for row in rows if row["ranks"] == count]
         seconds = {(row["arm"], row["store"]): row["seconds"] for row in of_count}
-        reference = seconds.get((REFERENCE, "slow"))
+        other = seconds.get((reference, "slow"))
         for row in of_count:
             if row["store"] != "slow":
                 continue
             slow, fast, seen = row["seconds"], seconds[row["arm"], "fast"], row["traffic"][-1]
             cells = [_spread(slow), _spread(fast), f"{median(slow) / median(fast):.2f}"]
-            cells.append(f"{median(slow) / median(reference):.2f}" if reference else "")
+            cells.append(f"{median(slow) / median(other):.2f}" if other else "")
             cells.append(f"{median(row['cpu_s']) / (row['nbytes'] / GIB):.2f}")
             cells += [f"{seen['requests']:,}", f"{seen['mean_at_once']:.1f}", f"{seen['most_at_once']}"]
             table.add_row(row["arm"], *cells, f"{seen['chain']}", f"{seen['refused']}")
@@ -166,6 +175,30 @@ def run(
     stores = [Store(name, server[name], "store" in server, files) for name in ("slow", "fast")]
     made = make_arms(tuned, is_s3="store" in server)
     named = {name: load for name, load in made.items() if any(part in name for part in arms.split(","))}
+    return by_turns(named, stores, server["log"], nbytes, repeats, digest=digest)
+
+
+def by_turns(
+    named: dict[str, Arm],
+    stores: Sequence[Store],
+    log: str,
+    nbytes: int,
+    repeats: int,
+    *,
+    digest: str = "",
+    clean: Callable[[], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Runs all arms by turns against both servers; returns their rows.
+
+    Args:
+        named: The arms.
+        stores: The servers.
+        log: Path of their log.
+        nbytes: Bytes that an arm moves.
+        repeats: Runs that count; one before them finishes imports.
+        digest: Of the state that arms return, if they do; that of the first run is compared.
+        clean: Called on rank 0 after each run.
+    """
     rows = {
         (name, store.name): {
             "arm": name,
@@ -179,15 +212,15 @@ def run(
         for name in named
         for store in stores
     }
-    for turn in range(-1, repeats):  # the first one finishes imports, and checks what arrived
-        for name, load in named.items():
+    for turn in range(-1, repeats):
+        for name, arm in named.items():
             for store in stores:
                 reports: list[dict[str, Any]] = []
                 warm_memory(nbytes)
-                logged = Path(server["log"]).stat().st_size
+                logged = Path(log).stat().st_size
                 dist.barrier()
                 cpu_s, began = time.process_time(), time.perf_counter()
-                state = load(store, reports)
+                state = arm(store, reports)
                 everyone = all_ranks((time.perf_counter() - began, time.process_time() - cpu_s))
                 if turn < 0 and state:
                     assert state_digest(state) == digest, f"{name}: rank {dist.get_rank()} got other bytes"
@@ -199,9 +232,11 @@ def run(
                     row["cpu_s"].append(sum(used for _, used in everyone))
                     row["report"] = reports[0] if reports else None
                     time.sleep(_LOGGED_S)
-                    seen = traffic(new_lines(server["log"], logged, store.port))
+                    seen = traffic(new_lines(log, logged, store.port))
                     assert seen.requests, f"{name} asked another server"
                     row["traffic"].append(asdict(seen))
+                if clean is not None and dist.get_rank() == 0:
+                    clean()
                 dist.barrier()
     return list(rows.values())
 
@@ -218,14 +253,11 @@ def warm_memory(nbytes: int) -> None:
     allocate_staging(nbytes, pinned=False).zero_()
 
 
-Load = Callable[[Store, list[dict[str, Any]]], State]
-
-
-def make_arms(tuned: Sequence[str], *, is_s3: bool) -> dict[str, Load]:
+def make_arms(tuned: Sequence[str], *, is_s3: bool) -> dict[str, Arm]:
     """Returns the arms by name, and fastload once more for each of `tuned`: ``read_threads=32,…``."""
-    arms: dict[str, Load] = {PLAIN.format(count): partial(plain_client, count) for count in (32, 64)}
+    arms: dict[str, Arm] = {PLAIN.format(count): partial(plain_client, count) for count in (32, 64)}
     if is_s3:
-        others: dict[str, tuple[str, Load]] = {
+        others: dict[str, tuple[str, Arm]] = {
             "boto3, as aws s3 cp does": ("boto3", boto3_client),
             "s3fs, all files": ("s3fs", s3fs_client),
             "runai streamer": ("runai_model_streamer_s3", runai_streamer),
