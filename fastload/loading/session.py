@@ -403,8 +403,8 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         sum(pipeline.watches[stage].seconds for pipeline in pipelines)
         for stage in ("read", "exchange", "place")
     )
-    paces = [pipeline.reader.pace for pipeline in pipelines]
-    num_reads = sum(pace.num_reads for pace in paces)
+    times = [pipeline.reader.pace.times for pipeline in pipelines]
+    num_reads = sum(each.num_reads for each in times)
     drop_outs = [pipeline.drop_out for pipeline in pipelines if pipeline.drop_out]
     return RankReport(
         rank=world.rank,
@@ -420,8 +420,8 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
         read_s=read_s,
         num_reads=num_reads,
-        reads_in_flight=sum(pace.reading_s for pace in paces) / read_s if read_s else 0.0,
-        first_byte_s=sum(pace.first_byte_s for pace in paces) / num_reads if num_reads else 0.0,
+        reads_in_flight=sum(each.reading_s for each in times) / read_s if read_s else 0.0,
+        first_byte_s=sum(each.first_byte_s for each in times) / num_reads if num_reads else 0.0,
         exchange_s=exchange_s,
         place_s=place_s,
         cpu_s=time.process_time() - matched.start.cpu_s,

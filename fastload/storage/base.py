@@ -129,7 +129,7 @@ class Storage(ABC):
         self.url = location.url
         self.secrets = Secrets(location, {})
         self._count = ByteCounter()
-        self._heard: Callable[[float], object] = ignore
+        self._note_first_byte: Callable[[float], object] = ignore
 
     @property
     def shared(self) -> bool:
@@ -197,9 +197,9 @@ class Storage(ABC):
         If they do, reads through the page cache cost less than direct ones.
         """
 
-    def listen(self, heard: Callable[[float], object]) -> None:
+    def listen(self, note: Callable[[float], object]) -> None:
         """Has a function called with the seconds from each request for data to its first byte, if known."""
-        self._heard = heard
+        self._note_first_byte = note
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         """Returns all of a small file, and keeps no descriptor open.

@@ -442,7 +442,7 @@ class ObjectStorage(WritableStorage):
         def get(key: str) -> tuple[Any, Any]:
             asked_s = time.monotonic()
             result = get_range(self.store, key, offset, nbytes)
-            self._heard(time.monotonic() - asked_s)
+            self._note_first_byte(time.monotonic() - asked_s)
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)

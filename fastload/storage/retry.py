@@ -132,8 +132,8 @@ class PatientStorage(Storage):
     def share_reads(self, shared: bool) -> None:
         self._storage.share_reads(shared)
 
-    def listen(self, heard: Callable[[float], object]) -> None:
-        self._storage.listen(heard)
+    def listen(self, note: Callable[[float], object]) -> None:
+        self._storage.listen(note)
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         return self._patiently(lambda: self._storage.read_all(name, about))

@@ -94,7 +94,9 @@ class Buffers:
         self.wanted_bytes = self._view.wanted_bytes
         # Where messages are packed once a chunk is read, by number of the round.
         self._unpacked: dict[int, tuple[_RoundBuffer, _Directory | None]] = {}
-        buffer_bytes, own_bytes = plan.buffer_bytes if plan.exchanges else 0, plan.own_bytes
+        buffer_bytes, own_bytes = plan.buffer_bytes, plan.own_bytes
+        if not (plan.exchanges or self._on_device):  # a rank's own chunks are all there is
+            buffer_bytes = 0
         num_buffers = self.depth = min(plan.depth, plan.num_rounds)
         if transport.shares_memory:
             # One more than rounds in flight, since other ranks of the host may be a round behind. Also where

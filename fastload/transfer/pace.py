@@ -14,6 +14,7 @@ grow slowly.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 _FAR_S = 0.015  # to the first byte of the first read: storage that rewards many requests
 _GROWS_BELOW = 1.4  # times the best span
@@ -22,6 +23,40 @@ _SHRINKS_TO = 1.2
 _FULL_PART = 2  # shorter reads say nothing of full ones
 _SPANS_AFTER_REFUSAL = 4
 _MOST_PAUSE = 32  # spans without another try
+
+
+@dataclass
+class ReadTimes:
+    """How long reads have taken.
+
+    Attributes:
+        num_reads: Reads that have ended.
+        reading_s: Time of all of them together, in seconds.
+        first_byte_s: Time to the first byte of all of them together; 0 where storage cannot tell.
+        longest_bytes: Length of the longest one.
+    """
+
+    num_reads: int = 0
+    reading_s: float = 0.0
+    first_byte_s: float = 0.0
+    longest_bytes: int = 0
+
+
+@dataclass
+class _ReadSpan:
+    """Reads that began since the number in flight was last decided.
+
+    Attributes:
+        began_s: When that was.
+        num_reads: Those of full length that have ended.
+        reading_s: Their time together, in seconds.
+        is_full: Whether more reads were waiting to be begun all the time.
+    """
+
+    began_s: float
+    num_reads: int = 0
+    reading_s: float = 0.0
+    is_full: bool = True
 
 
 class Pace:
@@ -34,39 +69,29 @@ class Pace:
 
     Attributes:
         width: Reads in flight now.
-        num_reads: Reads that have ended.
-        reading_s: Time of all of them together, in seconds.
-        first_byte_s: Time to the first byte of all of them together; 0 where storage cannot tell.
+        times: How long reads have taken.
     """
 
     def __init__(self, least: int, most: int, far: int = 1) -> None:
         self.width = self._least = least
-        self.num_reads = 0
-        self.reading_s = self.first_byte_s = 0.0
+        self.times = ReadTimes()
         self._most = self._ceiling = max(least, most)
         self._far = far
         self._lock = threading.Lock()
-        self._longest_bytes = 0
         self._best_s = 0.0
-        self._has_heard = self._has_refused = False
+        self._has_refused = False
         self._pause = self._next_pause = 1
-        self._begin_span(0.0)
+        self._span = _ReadSpan(0.0)
 
-    def _begin_span(self, now_s: float) -> None:
-        self._span_began_s = now_s
-        self._span_reads = 0
-        self._span_s = 0.0
-        self._is_span_full = True
-
-    def heard(self, after_s: float) -> None:
+    def note_first_byte(self, after_s: float) -> None:
         """Notes that the first byte of a read came so many seconds after it was asked for."""
         with self._lock:
-            self.first_byte_s += after_s
-            is_first, self._has_heard = not self._has_heard, True
+            is_first = not self.times.first_byte_s
+            self.times.first_byte_s += after_s
             if is_first and after_s >= _FAR_S and not self._has_refused:
                 self.width = max(self.width, min(self._far, self._ceiling))
 
-    def ended(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
+    def note_end(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
         """Notes the end of a read.
 
         Args:
@@ -77,29 +102,34 @@ class Pace:
             is_full: Whether more reads are waiting to be begun.
         """
         with self._lock:
-            self.num_reads += 1
-            self.reading_s += ended_s - began_s
-            self._longest_bytes = max(self._longest_bytes, nbytes)
-            if refused and began_s >= self._span_began_s:
+            times, span = self.times, self._span
+            times.num_reads += 1
+            times.reading_s += ended_s - began_s
+            times.longest_bytes = max(times.longest_bytes, nbytes)
+            if began_s < span.began_s:
+                return
+            if refused:
                 self._has_refused = True
                 self.width = self._ceiling = max(1, self.width // 2)
-                self._begin_span(ended_s)
+                self._span = _ReadSpan(ended_s)
                 return
-            if began_s < self._span_began_s or nbytes * _FULL_PART < self._longest_bytes:
+            if nbytes * _FULL_PART < times.longest_bytes:
                 return
-            self._span_reads += 1
-            self._span_s += ended_s - began_s
-            self._is_span_full &= is_full
+            span.num_reads += 1
+            span.reading_s += ended_s - began_s
+            span.is_full &= is_full
             needed = self.width // 2 if self._best_s else self._least
-            if self._span_reads >= max(1, needed, self._has_refused * _SPANS_AFTER_REFUSAL * self.width):
-                self._end_span(ended_s)
+            if span.num_reads >= max(1, needed, self._has_refused * _SPANS_AFTER_REFUSAL * self.width):
+                self._decide(span)
+                self._span = _ReadSpan(ended_s)
 
-    def _end_span(self, now_s: float) -> None:
-        mean_s = self._span_s / self._span_reads
+    def _decide(self, span: _ReadSpan) -> None:
+        """Chooses the number of reads in flight by what those of a span took."""
+        mean_s = span.reading_s / span.num_reads
         self._best_s = mean_s if self.width <= self._least else min(self._best_s, mean_s)
         times = mean_s / self._best_s if self._best_s else 1.0
         if self._has_refused:
-            if self._is_span_full:
+            if span.is_full:
                 self.width = self._ceiling = min(self._most, self._ceiling + 1)
         elif times > _SHRINKS_ABOVE:
             self.width = max(self._least, round(self.width * _SHRINKS_TO / times))
@@ -107,6 +137,5 @@ class Pace:
             self._next_pause = min(2 * self._next_pause, _MOST_PAUSE)
         elif self._pause > 1:
             self._pause -= 1
-        elif times < _GROWS_BELOW and self._is_span_full:
+        elif times < _GROWS_BELOW and span.is_full:
             self.width = min(2 * self.width, self._ceiling)
-        self._begin_span(now_s)

@@ -294,7 +294,7 @@ class ChunkReader:
         self._guards = guards
         self.held = held
         self._storage = storage
-        storage.listen(self._heard)
+        storage.listen(self._note_first_byte)
         self._files = files
         self.pace = pace
         self._workers = Workers(pace.width, "fastload-read")
@@ -383,11 +383,11 @@ class ChunkReader:
             began_s, num_retries = time.monotonic(), storage.num_retries
             storage.read_into(file.name, byte_range.offset, buffers, file.version)
         refused, is_full = storage.num_retries > num_retries, self._workers.num_calls > pace.width
-        pace.ended(byte_range.nbytes, began_s, time.monotonic(), refused=refused, is_full=is_full)
+        pace.note_end(byte_range.nbytes, began_s, time.monotonic(), refused=refused, is_full=is_full)
         self._workers.set_most(pace.width)
 
-    def _heard(self, after_s: float) -> None:
-        self.pace.heard(after_s)
+    def _note_first_byte(self, after_s: float) -> None:
+        self.pace.note_first_byte(after_s)
         self._workers.set_most(self.pace.width)
 
     def _read_again(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:

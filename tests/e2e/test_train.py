@@ -190,7 +190,9 @@ def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     os.kill(run.ranks()[1], signal.SIGKILL)
     output = run.end()
     begins = [int(step) for step in re.findall(rf"begins at step (\d+) of {_STEPS}", output)]
-    assert begins in ([0, 4], [0, 8])
+    assert len(begins) == 2
+    assert begins[0] == 0
+    assert begins[1] in (4, 8, 12)  # on a busy machine it is killed later
     assert weights(output) == {uninterrupted}
 
 

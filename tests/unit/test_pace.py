@@ -42,9 +42,9 @@ def read_all(
         if ends:
             in_flight -= 1
             is_full = left > 0
-            pace.ended(_CHUNK_BYTES, began_s, now_s, refused=refused, is_full=is_full)
+            pace.note_end(_CHUNK_BYTES, began_s, now_s, refused=refused, is_full=is_full)
         else:
-            pace.heard(now_s - began_s)
+            pace.note_first_byte(now_s - began_s)
     return now_s, num_refused
 
 
@@ -63,7 +63,7 @@ def test_storage_that_is_far_away_gets_as_many_as_are_allowed(first_byte: bool) 
     duration_s, _ = read_all(pace, 512, answer)
     assert pace.width == 64
     assert duration_s < (1.9 if first_byte else 2.4)  # 64 at once from the beginning take 1.5 s
-    assert pace.num_reads == 512
+    assert pace.times.num_reads == 512
 
 
 @pytest.mark.parametrize("least", [2, 4])
@@ -71,7 +71,7 @@ def test_a_link_that_is_full_gets_no_more(least: int) -> None:
     pace = Pace(least, 64, 16)
     duration_s, _ = read_all(pace, 512, lambda in_flight, now_s: (0.001, 0.02 * in_flight, False))
     assert pace.width <= 2 * least
-    assert pace.reading_s / duration_s <= 2.5 * least
+    assert pace.times.reading_s / duration_s <= 2.5 * least
 
 
 def test_what_is_known_of_another_time_is_forgotten() -> None:
