@@ -389,20 +389,22 @@ class ObjectTarget:
         keys = Keys(self._name, new_token())
         owner = OwnerFile(self.url, self._bucket, keys, self._names, overwrite=overwrite)
         with self._errors(""):
-            self._begin(owner)
+            folders = self._begin(owner)
             self._owner = owner
             living_saves.add(keys.token)
             try:
                 # Of two puts at once, a store that supports conditions refuses one.
                 first, second = at_once(self._put_owner, self._put_owner)
                 owner.decides = not (first and second)
+                if folders:
+                    self._warned(partial(self._remove_abandoned, folders))
             except BaseException:
                 self.abort()
                 raise
         return {"token": keys.token, "files": self._sizes, "uploads": self._begun}
 
-    def _begin(self, owner: OwnerFile) -> None:
-        """Checks that the place is free, begins uploads, and removes what dead saves have left.
+    def _begin(self, owner: OwnerFile) -> list[str]:
+        """Checks that the place is free, begins uploads, and returns the names of pending directories.
 
         Nobody sees an upload before it is completed, so none of the first requests waits for another.
         """
@@ -411,6 +413,7 @@ class ObjectTarget:
             self._begun = self._uploads.begin(owner.keys, self._sizes)
 
         try:
+            folders: list[str]
             _, folders, _, _ = at_once(
                 partial(owner.check_free, self._sizes),
                 partial(self._warned, self._pending_folders),
@@ -421,8 +424,7 @@ class ObjectTarget:
             with suppress(Exception):  # the first error says more
                 self._uploads.give_up(self._name, self._begun)
             raise
-        if folders:
-            self._warned(partial(self._remove_abandoned, folders))
+        return folders
 
     def _warned(self, clean: Callable[[], list[str]]) -> list[str]:
         """Returns a result of a part of `clean_abandoned`; on errors none, with a warning."""

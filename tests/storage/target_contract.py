@@ -233,6 +233,19 @@ class TargetContract:
             target.close()
         assert self.leftovers(root) == []
 
+    def test_what_another_save_published_meanwhile_stays(self, root: str, url: str) -> None:
+        files, others = ({"b.safetensors": content} for content in (b"late", b"early"))
+        (target,) = self.begin(url, files)
+        write_shares([target], files)
+        receipt = target.flush()
+        self.save(url, others)
+        with pytest.raises(CheckpointExists, match="step-7"):
+            target.publish([receipt], small_files(files))
+        target.abort()
+        target.close()
+        assert self.read(url) == {**others, **dict(small_files(others))}
+        assert self.leftovers(root) == []
+
     def test_threads(self, root: str, url: str) -> None:
         files = self.contents(root, 3, num_parts=5)
         (target,) = self.begin(url, files)

@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from fastload.errors import OptionError
+from fastload.errors import CheckpointExists, OptionError
 from fastload.formats.names import NAMES
 from fastload.options import Patience
 from fastload.storage import Target, locate, object_target, open_target
@@ -22,7 +22,7 @@ from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget, Streams
 from fastload.storage.obstore import ObjectStorage
 from tests.storage.s3_server import BUCKET, client_of
-from tests.storage.target_contract import TargetContract, small_files
+from tests.storage.target_contract import TargetContract, small_files, write_shares
 
 
 def hidden(names: list[str]) -> list[str]:
@@ -141,6 +141,19 @@ class TestSeaweed(TestS3):
     ) -> None:
         monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
+
+    def test_what_others_put_there_meanwhile_stays(self, url: str) -> None:
+        files = {"b.safetensors": b"ours"}
+        (target,) = self.begin(url, files)
+        write_shares([target], files)
+        receipt = target.flush()
+        key = f"{url.removeprefix(f's3://{BUCKET}/')}/b.safetensors"
+        self.client().put_object(Bucket=BUCKET, Key=key, Body=b"theirs")
+        with pytest.raises(CheckpointExists, match="not empty"):
+            target.publish([receipt], small_files(files))
+        target.abort()
+        target.close()
+        assert self.read(url) == {"b.safetensors": b"theirs"}
 
     def test_conditions_can_be_turned_off(self, url: str, files: dict[str, bytes]) -> None:
         """For stores that refuse what they do not know."""
