@@ -261,6 +261,38 @@ def copy_flat(source: Tensor, out: Tensor) -> None:
         copy_async(source, out)
 
 
+class _Buffer(ctypes.Structure):
+    """``Py_buffer``, of which only the address is used."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def copy_bytes(source: memoryview, out: memoryview) -> None:
+    """Copies bytes between buffers of equal length, without the GIL.
+
+    An assignment between memoryviews keeps it, also while the system provides pages that are touched first.
+    """
+    assert len(source) == len(out), (len(source), len(out))
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(source), ctypes.byref(buffer), 0)
+    try:
+        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), buffer.buf, len(out))
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+
+
 def host_view(flat: Tensor) -> memoryview:
     """Returns a writable memoryview of a flat uint8 host tensor, which keeps its memory alive."""
     if flat.numel() == 0:

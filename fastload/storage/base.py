@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Protocol
 
+from fastload.base.memory import copy_bytes
 from fastload.errors import StorageError
 from fastload.storage.location import Secrets, locate
 
@@ -65,12 +66,19 @@ def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
     return taken, []
 
 
+_LONG_BYTES = 64 << 10  # from which the GIL matters more than a call
+
+
 def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
     """Copies bytes into buffers of the same total length, in order."""
     position = 0
     for buffer in buffers:
-        buffer[:] = data[position : position + len(buffer)]
+        part = data[position : position + len(buffer)]
         position += len(buffer)
+        if len(buffer) < _LONG_BYTES:
+            buffer[:] = part
+        else:
+            copy_bytes(part, buffer)
 
 
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
