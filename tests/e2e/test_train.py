@@ -192,7 +192,7 @@ def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     begins = [int(step) for step in re.findall(rf"begins at step (\d+) of {_STEPS}", output)]
     assert len(begins) == 2
     assert begins[0] == 0
-    assert begins[1] in (4, 8, 12)  # on a busy machine it is killed later
+    assert begins[1] in range(4, _STEPS, 4)  # on a busy machine it is killed later
     assert weights(output) == {uninterrupted}
 
 
