@@ -7,8 +7,8 @@ read then takes longer by as much as there are more of them.
 So reads are counted in spans, each after the number in flight has changed. While they take about as long as
 in the best span, there are twice as many in the next one. Once they wait for each other, there are as many as
 would not, and for some spans no more. What the least number of reads takes is the best, since it may change:
-other ranks end, or begin. A refusal (429 or 503) halves the reads, at most once in a span, and after it they
-grow slowly.
+other ranks end, or begin. A read that had to be retried (429, 503) halves them, at most once in a span, and
+after it they grow slowly.
 """
 
 from __future__ import annotations
