@@ -5,10 +5,11 @@ can deliver, so it rewards many requests. A link that is full, or a file in the 
 read then takes longer by as much as there are more of them.
 
 So reads are counted in spans, each after the number in flight has changed. While they take about as long as
-in the best span, there are twice as many in the next one. Once they wait for each other, there are as many as
-would not, and for some spans no more. What the least number of reads takes is the best, since it may change:
-other ranks end, or begin. A read that had to be retried (429, 503) halves them, at most once in a span, and
-after it they grow slowly.
+with the fewest so far, there are twice as many in the next one. Once they wait for each other, there are as
+many as would not, and for some spans no more. If those are not more than the fewest so far, half of these are
+tried: a link may have been full from the first reads on. What the fewest take is measured again whenever
+there are so few, since it may change: other ranks end, or begin. A read that had to be retried (429, 503)
+halves them, at most once in a span, and after it they grow slowly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from dataclasses import dataclass
 
 _FAR_S = 0.015  # to the first byte of the first read: storage that rewards many requests
-_GROWS_BELOW = 1.4  # times the best span
+_GROWS_BELOW = 1.4  # times what the fewest take
 _SHRINKS_ABOVE = 1.8
 _SHRINKS_TO = 1.2
 _FULL_PART = 2  # shorter reads say nothing of full ones
@@ -78,7 +79,8 @@ class Pace:
         self._most = self._ceiling = max(least, most)
         self._far = far
         self._lock = threading.Lock()
-        self._best_s = 0.0
+        self._fewest = least
+        self._fewest_s = 0.0  # what a read takes with so many
         self._has_refused = False
         self._pause = self._next_pause = 1
         self._span = _ReadSpan(0.0)
@@ -118,7 +120,7 @@ class Pace:
             span.num_reads += 1
             span.reading_s += ended_s - began_s
             span.is_full &= is_full
-            needed = self.width // 2 if self._best_s else self._least
+            needed = self.width // 2 if self._fewest_s else self._least
             if span.num_reads >= max(1, needed, self._has_refused * _SPANS_AFTER_REFUSAL * self.width):
                 self._decide(span)
                 self._span = _ReadSpan(ended_s)
@@ -126,13 +128,18 @@ class Pace:
     def _decide(self, span: _ReadSpan) -> None:
         """Chooses the number of reads in flight by what those of a span took."""
         mean_s = span.reading_s / span.num_reads
-        self._best_s = mean_s if self.width <= self._least else min(self._best_s, mean_s)
-        times = mean_s / self._best_s if self._best_s else 1.0
+        if self.width <= self._fewest or not self._fewest_s:
+            self._fewest, self._fewest_s = self.width, mean_s
+        self._fewest_s = min(self._fewest_s, mean_s)
+        times = mean_s / self._fewest_s if self._fewest_s else 1.0
         if self._has_refused:
             if span.is_full:
                 self.width = self._ceiling = min(self._most, self._ceiling + 1)
         elif times > _SHRINKS_ABOVE:
             self.width = max(self._least, round(self.width * _SHRINKS_TO / times))
+            if self._fewest > self._least and self.width < _GROWS_BELOW * self._fewest:
+                self.width = max(self._least, self._fewest // 2)
+                return
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, _MOST_PAUSE)
         elif self._pause > 1:

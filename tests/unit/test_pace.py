@@ -74,6 +74,22 @@ def test_a_link_that_is_full_gets_no_more(least: int) -> None:
     assert pace.times.reading_s / duration_s <= 2.5 * least
 
 
+@pytest.mark.parametrize("least", [2, 4])
+def test_a_link_with_a_queue_is_not_taken_for_storage_that_is_far_away(least: int) -> None:
+    pace = Pace(least, 64, 16)
+    read_all(pace, 512, lambda in_flight, now_s: (0.04, 0.1 * in_flight, False))
+    assert pace.width <= 8
+
+
+def test_a_link_that_holds_as_many_as_there_are_at_first_keeps_them() -> None:
+    """Fewer, which are tried, would be slower."""
+    pace = Pace(4, 64, 16)
+    duration_s, _ = read_all(
+        pace, 512, lambda in_flight, now_s: (0.04, 0.04 + 0.01 * max(16, in_flight), False)
+    )
+    assert duration_s < 1.15 * 512 * 0.2 / 16
+
+
 def test_what_is_known_of_another_time_is_forgotten() -> None:
     """Once the other ranks have read their parts, the link has room for more reads of this one."""
     pace = Pace(2, 64, 16)
