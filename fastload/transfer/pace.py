@@ -76,21 +76,26 @@ class Pace:
     def __init__(self, least: int, most: int, far: int = 1) -> None:
         self.width = self._least = least
         self.times = ReadTimes()
-        self._most = self._ceiling = max(least, most)
+        self._most = max(least, most)
+        self._ceiling = self._most  # what storage does not refuse
         self._far = far
         self._lock = threading.Lock()
         self._fewest = least
         self._fewest_s = 0.0  # what a read takes with so many
-        self._has_refused = False
         self._pause = self._next_pause = 1
         self._span = _ReadSpan(0.0)
+
+    @property
+    def _was_refused(self) -> bool:
+        """Whether storage has refused a request, and has not yet taken as many as before."""
+        return self._ceiling < self._most
 
     def note_first_byte(self, after_s: float) -> None:
         """Notes that the first byte of a read came so many seconds after it was asked for."""
         with self._lock:
             is_first = not self.times.first_byte_s
             self.times.first_byte_s += after_s
-            if is_first and after_s >= _FAR_S and not self._has_refused:
+            if is_first and after_s >= _FAR_S:
                 self.width = max(self.width, min(self._far, self._ceiling))
 
     def note_end(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
@@ -111,7 +116,6 @@ class Pace:
             if began_s < span.began_s:
                 return
             if refused:
-                self._has_refused = True
                 self.width = self._ceiling = max(1, self.width // 2)
                 self._span = _ReadSpan(ended_s)
                 return
@@ -121,7 +125,7 @@ class Pace:
             span.reading_s += ended_s - began_s
             span.is_full &= is_full
             needed = self.width // 2 if self._fewest_s else self._least
-            if span.num_reads >= max(1, needed, self._has_refused * _SPANS_AFTER_REFUSAL * self.width):
+            if span.num_reads >= max(1, needed, self._was_refused * _SPANS_AFTER_REFUSAL * self.width):
                 self._decide(span)
                 self._span = _ReadSpan(ended_s)
 
@@ -132,7 +136,7 @@ class Pace:
             self._fewest, self._fewest_s = self.width, mean_s
         self._fewest_s = min(self._fewest_s, mean_s)
         times = mean_s / self._fewest_s if self._fewest_s else 1.0
-        if self._has_refused:
+        if self._was_refused:
             if span.is_full:
                 self.width = self._ceiling = min(self._most, self._ceiling + 1)
         elif times > _SHRINKS_ABOVE:
