@@ -232,17 +232,13 @@ class OwnerFile:
             CheckpointExists: As for `check_free`, or another save was faster.
             OptionError: As for `check_free`.
         """
-        own, is_fresh = self._seen
-        decided = self.decides and is_fresh
-        if not decided:
-            own, is_fresh = self.check_free(names)
-            decided = self.decides and is_fresh
-        self._files = sorted({*names, *own} - {self._names.owner})
-        self._put(fresh=is_fresh)
-        if not decided:
-            time.sleep(_SETTLE_S)
-        # Read it: the response to a put may be lost, and its retry refused.
-        lease, there = at_once(self._read, self._list)
+        was_free = self.decides and self._seen[1]
+        if not was_free:
+            self.check_free(names)
+        lease, there, decided = self._claim(names)
+        if was_free and lease.token != self.keys.token:  # of a save that began later, and may have died
+            self.check_free(names)
+            lease, there, decided = self._claim(names)
         if lease.token != self.keys.token:
             raise CheckpointExists(f"{self._url}: another save is being published there")
         if decided:  # of the files there, none is of a save that this one has overtaken
@@ -254,6 +250,22 @@ class OwnerFile:
             self._put()
         self._cleared = True
         self._clear(own - {self._names.owner})
+
+    def _claim(self, names: Sequence[str]) -> tuple[Lease, set[str], bool]:
+        """Writes the owner file after `check_free`.
+
+        Returns:
+            What the owner file says then, the names of the files there, and whether the store has decided.
+        """
+        own, is_fresh = self._seen
+        self._files = sorted({*names, *own} - {self._names.owner})
+        self._put(fresh=is_fresh)
+        decided = self.decides and is_fresh
+        if not decided:
+            time.sleep(_SETTLE_S)
+        # Read it: the response to a put may be lost, and its retry refused.
+        lease, there = at_once(self._read, self._list)
+        return lease, there, decided
 
     def acquire_all(self) -> None:
         """Writes the owner file unconditionally, and removes all files: the checkpoint is being deleted."""

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -406,6 +407,28 @@ def test_four_writers_of_a_small_file_have_even_shares(s3: dict[str, Any], mib: 
     target.close()
     most = max(sum(piece.nbytes for piece in share) for share in shares)
     assert most < 1.07 * layout.nbytes / 4
+
+
+def test_a_save_that_began_later_and_died_is_replaced(seaweed: dict[str, Any]) -> None:
+    """The store refuses the owner file then; a living save is respected, and a dead one is not."""
+    bucket = S3Storage(locate(f"s3://{BUCKET}/{uuid.uuid4().hex}"), NAMES, seaweed, Patience(4, 20, 10))
+    target = ObjectTarget(f"{bucket.url}/step", bucket, "step", NAMES, Multipart(bucket, NAMES))
+    target.prepare([("a", 5)], overwrite=False)
+    target.write("a", 0, memoryview(b"abcde"))
+    receipts = [target.flush()]
+
+    def begin(other: Owner) -> None:
+        lease = {"token": "other", "owner": other.to_bytes().decode(), "files": ["b"]}
+        bucket.put(f"step/{SAVING_NAME}", json.dumps(lease).encode())
+        bucket.put("step/b", b"half")
+
+    begin(Owner("elsewhere", "k", "p", 1, "1"))
+    with pytest.raises(CheckpointExists, match="process 1 on elsewhere is publishing"):
+        target.publish(receipts, [(RECORD_NAME, b"{}")])
+    begin(replace(Owner.here(), started="before"))
+    target.publish(receipts, [(RECORD_NAME, b"{}")])
+    target.close()
+    assert sorted(names(seaweed, bucket.url)) == ["step/a", f"step/{RECORD_NAME}"]
 
 
 def test_a_lost_answer_to_the_completion_is_no_error(
