@@ -182,7 +182,8 @@ class ReadAhead:
     """The chunks that this rank reads, also before their rounds are in flight.
 
     Half as many again are begun as are read at once: some wait for an earlier one, others to be read. If none
-    waits to be read, reading is ahead of the exchange, and no more are read at once.
+    waits to be read, reading is ahead of the exchange, and no more are read at once. Without an exchange four
+    times as many are begun, since only a late read holds up the others.
 
     Args:
         rank: This rank.
@@ -210,7 +211,8 @@ class ReadAhead:
         self._buffers.release(self._first_number + num_done - 1)
         num_windows = plan.num_windows
         width = self._reader.pace.width
-        most = max(width + width // 2, plan.depth) * num_windows
+        begun = width + width // 2 if plan.exchanges else 4 * width
+        most = max(begun, plan.depth) * num_windows
         end = num_done + (min(most, plan.ahead) if plan.ahead else most)
         for index in plan.rounds_of(self._rank, self._next, end):
             if not self._begin(plan, index):
@@ -264,8 +266,8 @@ class ReadAhead:
 _MAX_READ_THREADS = 8
 _MOST_READS = 64
 _MOST_READS_OF_ALL = 2048  # of a job
-_FAR_READS = 16
-_FAR_READS_OF_ALL = 32
+_FAR_READS = 32
+_FAR_READS_OF_ALL = 64
 _FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
