@@ -40,6 +40,7 @@ def open_copy(original: Path, disk: Path, rank: int) -> fastload.Checkpoint:
     return fastload.open(disk, options=OPTIONS)
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(2, 3, 5, ranks_per_host=2)
 def test_others_take_over(rank: int, world: int, tmp_path: Path, original: Path) -> None:
     own_disk(tmp_path, rank)

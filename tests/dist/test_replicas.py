@@ -76,6 +76,7 @@ def save(state: Any, path: Path | str, how: str, options: SaveOptions = OPTIONS)
 HOW = ("now", "block", "overlap")
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(2, 3)
 def test_what_they_hold_completely_loads(rank: int, world: int, tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {

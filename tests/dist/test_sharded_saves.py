@@ -89,6 +89,7 @@ def test_each_mesh_writes_the_files_of_one_rank(rank: int, world: int, tmp_path:
         assert own.peak_staging_bytes <= held + (13 << 20)  # and pages
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 2, 3, 4)
 def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
     alone = [dist.new_group([each]) for each in range(world)][rank]

@@ -164,6 +164,7 @@ def test_some_tensors_cost_their_bytes(checkpoint: Path) -> None:
     assert (storage_bytes() - before - heads_bytes) / report["bytes_wanted"] < 1.01
 
 
+@pytest.mark.slow(but=["storage"])
 @pytest.mark.parametrize("how", ["storage", "all"])
 @pytest.mark.usefixtures("hosts")
 def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, how: str) -> None:

@@ -231,6 +231,7 @@ def weights(output: str, num_ranks: int) -> set[str]:
     return set(last.values())
 
 
+@pytest.mark.slow(but=["srun"])
 @pytest.mark.timeout(240)  # two trainings, one of them in two parts
 @pytest.mark.parametrize(
     ("template", "how", "parallel", "ranks_per_node"),

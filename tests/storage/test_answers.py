@@ -39,6 +39,7 @@ def serving(handler: Any) -> Iterator[str]:
             thread.join(10)
 
 
+@pytest.mark.slow(but=["s3"])
 @pytest.mark.parametrize("server", ["s3", "seaweed"])
 def test_what_an_object_store_says_is_shown(server: str, request: pytest.FixtureRequest) -> None:
     options = request.getfixturevalue(server)
@@ -297,6 +298,7 @@ def gateway(seaweed: dict[str, Any]) -> Iterator[Gateway]:
         yield gateway
 
 
+@pytest.mark.slow(but=["with_other_tags", "without_any"])
 @pytest.mark.parametrize("change", [without_tags, with_other_tags, without_any_tags])
 def test_versions_in_listings_that_objects_do_not_have(
     gateway: Gateway, seaweed: dict[str, Any], change: Any, tmp_path: Path
