@@ -31,8 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 gc.disable()  # until all tests are collected: what is imported stays
 
-settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
-settings.load_profile("fastload")
+# A shared machine is no stopwatch.
+settings.register_profile("all", deadline=None, print_blob=True)
+settings.register_profile("fewer", settings.get_profile("all"), max_examples=40)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("all" if config.getoption("slow") else "fewer")
     if config.getoption("numprocesses", None) and not worker:
         forked.make_folder()
 

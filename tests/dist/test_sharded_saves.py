@@ -210,6 +210,7 @@ def go_on_elsewhere(rank: int, world: int, path: Path) -> None:
         assert_equal(whole(state_of(restored(path / name, mesh), step=3)), saved)
 
 
+@pytest.mark.slow  # tests/dist/test_sharded_states.py resumes one
 def test_a_training_on_fsdp2_goes_on_anywhere(tmp_path: Path) -> None:
     run_ranks(save_and_go_on, 4, path=tmp_path)
     run_ranks(go_on_elsewhere, 2, path=tmp_path)

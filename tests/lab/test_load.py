@@ -94,6 +94,7 @@ def digests_of_shards(checkpoint: Path, dim: int, num_hosts: int) -> list[str]:
     return [state_digest({name: parts[host] for name, parts in cut.items()}) for host in range(num_hosts)]
 
 
+@pytest.mark.slow(but=["s3"])
 @pytest.mark.parametrize(
     ("url", "num_hosts"),
     [
@@ -151,6 +152,7 @@ def test_each_host_gets_its_columns_and_storage_delivers_once(checkpoint: Path) 
     assert exchanged < 1.02 * (1 - 1 / _NUM_HOSTS)  # each host gets those of its own that others read
 
 
+@pytest.mark.slow  # tests/dist/test_load.py counts the bytes that are read
 @pytest.mark.usefixtures("hosts")
 def test_some_tensors_cost_their_bytes(checkpoint: Path) -> None:
     before = storage_bytes()

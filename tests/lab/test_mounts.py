@@ -116,6 +116,7 @@ def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str,
     assert carried < _MOST[client]
 
 
+@pytest.mark.slow  # the loads above go through the same mount
 @pytest.mark.parametrize("client", ["sshfs"], indirect=True)
 def test_a_stream_of_tensors_is_carried_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
     report, carried = load_through(client, tmp_path, program=("-c", _STREAM))
