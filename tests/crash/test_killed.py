@@ -61,7 +61,7 @@ def names_of(cases: list[tuple[Any, ...]]) -> str:
     )
 
 
-@pytest.mark.slow(but=["pwrite642", "renameat1"])
+@pytest.mark.slow(but=["renameat1"])
 @needs_strace
 @pytest.mark.parametrize("cases", [KILLS[n : n + 3] for n in range(0, len(KILLS), 3)], ids=names_of)
 def test_killed_before_a_system_call(tmp_path: Path, cases: list[tuple[Any, ...]]) -> None:

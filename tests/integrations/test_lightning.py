@@ -107,6 +107,7 @@ def test_the_recipe_for_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow  # tests/integrations/test_transformers.py trains adapters
 @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
 def test_adapters_of_peft_train_and_come_back(tmp_path: Path) -> None:
     run_ranks(body("adapts"), 2, folder=tmp_path)

@@ -137,6 +137,7 @@ def test_hosts_of_the_same_name_do_not_share_memory(checkpoint: Path) -> None:
     assert (storage_bytes() - before) / report["bytes_wanted"] < 1.01
 
 
+@pytest.mark.slow  # tests/dist/test_sharded.py counts the bytes
 @pytest.mark.usefixtures("hosts")
 def test_each_host_gets_its_columns_and_storage_delivers_once(checkpoint: Path) -> None:
     before = storage_bytes()

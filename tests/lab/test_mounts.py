@@ -124,6 +124,7 @@ def test_a_stream_of_tensors_is_carried_once(checkpoint: Path, client: str, tmp_
     assert carried < _MOST[client]
 
 
+@pytest.mark.slow  # whole tensors go through the same mount
 @pytest.mark.parametrize("client", ["sshfs"], indirect=True)
 def test_each_host_gets_its_shards_and_all_is_carried_once(
     checkpoint: Path, client: str, tmp_path: Path

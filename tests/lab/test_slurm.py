@@ -189,6 +189,7 @@ _STOPS = {
 }
 
 
+@pytest.mark.slow(but=["at-start"])
 @pytest.mark.parametrize(
     ("template", "how"),
     [("torchrun", "preemption"), ("srun", "at-start")],
@@ -234,7 +235,7 @@ def weights(output: str, num_ranks: int) -> set[str]:
     return set(last.values())
 
 
-@pytest.mark.slow(but=["srun"])
+@pytest.mark.slow  # a job that is stopped, and the training without Slurm, have tests of their own
 @pytest.mark.timeout(240)  # two trainings, one of them in two parts
 @pytest.mark.parametrize(
     ("template", "how", "parallel", "ranks_per_node"),

@@ -91,6 +91,7 @@ def test_servers_without_ranges_are_told(s3: dict[str, Any], tmp_path: Path) -> 
             assert raised.value.attempts == 1
 
 
+@pytest.mark.slow(but=["403--", "409-", "503-Range", "429"])
 @pytest.mark.parametrize(
     ("status", "says", "transient"),
     [
