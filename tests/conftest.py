@@ -31,8 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 gc.disable()  # until all tests are collected: what is imported stays
 
-settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
-settings.load_profile("fastload")
+# A shared machine is no stopwatch.
+settings.register_profile("all", deadline=None, print_blob=True)
+settings.register_profile("fewer", settings.get_profile("all"), max_examples=40)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("all" if config.getoption("slow") else "fewer")
     if config.getoption("numprocesses", None) and not worker:
         forked.make_folder()
 
@@ -50,12 +52,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and item.callspec.params["world"] > 1:  # type: ignore[attr-defined]
             item.add_marker("one_gpu")
-    for name in ("slow", "engines"):
+    if not any("::" in argument for argument in config.args):
+        _check_exceptions(items)
+    for name, is_left_out in (("slow", _is_slow), ("engines", _needs_an_engine)):
         if not config.getoption(f"--{name}"):
-            marked = [item for item in items if item.get_closest_marker(name)]
-            config.hook.pytest_deselected(items=marked)
-            items[:] = [item for item in items if item not in marked]
+            left_out = [item for item in items if is_left_out(item)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not is_left_out(item)]
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
+
+
+def _id(item: pytest.Item) -> str:
+    """What names the parameters of a test among those of its function."""
+    return item.callspec.id if hasattr(item, "callspec") else ""
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether a mark leaves it out: one without `but`, or with texts of which none is in its id."""
+    exceptions = [mark.kwargs.get("but", ()) for mark in item.iter_markers("slow")]
+    return not all(any(text in _id(item) for text in texts) for texts in exceptions)
+
+
+def _check_exceptions(items: list[pytest.Item]) -> None:
+    """Refuses a mark whose exceptions are none, since nobody would notice that its test does not run."""
+    ids: dict[tuple[str, str], set[str]] = {}
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            for text in mark.kwargs.get("but", ()):
+                ids.setdefault((item.nodeid.partition("[")[0], text), set()).add(_id(item))
+    wrong = [
+        f"{test}: {text!r}" for (test, text), found in ids.items() if not any(text in each for each in found)
+    ]
+    if wrong:
+        raise pytest.UsageError("no parameters have what marks make exceptions for: " + "; ".join(wrong))
+
+
+def _needs_an_engine(item: pytest.Item) -> bool:
+    return item.get_closest_marker("engines") is not None
 
 
 def pytest_collection_finish() -> None:

@@ -631,6 +631,7 @@ def fail_in_one_group(rank: int, world: int, blocking: bool) -> None:
         time.sleep(30)
 
 
+@pytest.mark.slow(but=["False"])
 @pytest.mark.emulated
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_failure_ends_all_processes_of_the_job_unless_no_watchdog_sees_it(blocking: bool) -> None:

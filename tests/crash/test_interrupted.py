@@ -30,6 +30,7 @@ from tests.dist.harness import ranks
 INTERRUPTS = [("pwrite64", 2, 1), ("fsync", 1, 2), ("pwrite64", 3, 0), ("fsync", 2, 0), ("fallocate", 1, 0)]
 
 
+@pytest.mark.slow(but=["fsync-2", "pwrite64-3"])
 @needs_strace
 @pytest.mark.parametrize(("call", "count", "rank"), INTERRUPTS)
 def test_interrupted(tmp_path: Path, call: str, count: int, rank: int) -> None:

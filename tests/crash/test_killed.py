@@ -61,6 +61,7 @@ def names_of(cases: list[tuple[Any, ...]]) -> str:
     )
 
 
+@pytest.mark.slow(but=["renameat1"])
 @needs_strace
 @pytest.mark.parametrize("cases", [KILLS[n : n + 3] for n in range(0, len(KILLS), 3)], ids=names_of)
 def test_killed_before_a_system_call(tmp_path: Path, cases: list[tuple[Any, ...]]) -> None:
@@ -96,6 +97,7 @@ KILLS_BESIDE = [
 ]
 
 
+@pytest.mark.slow(but=["after"])
 @needs_strace
 @pytest.mark.parametrize("cases", [KILLS_BESIDE[:4], KILLS_BESIDE[4:]], ids=["before", "after"])
 def test_killed_at_any_instant_what_is_beside_it_is_there(
@@ -137,6 +139,7 @@ def test_killed_where_names_cannot_be_exchanged(tmp_path: Path) -> None:
     require_whole(tmp_path / "a", 1)
 
 
+@pytest.mark.slow(but=["async"])
 @needs_strace
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_rank_0_takes_the_rendezvous_store_along(tmp_path: Path, background: bool) -> None:
@@ -161,6 +164,7 @@ def die_in_between(rank: int, world: int, path: Path, victim: int, **how: Any) -
     return end_of(lambda: save(state(2), path, **how))
 
 
+@pytest.mark.slow(but=["async-2-2"])
 @pytest.mark.parametrize(("victim", "left"), [(0, 1), (2, 2)])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_dies_between_data_and_commit(tmp_path: Path, victim: int, left: int, background: bool) -> None:
@@ -180,6 +184,7 @@ def never_come(rank: int, world: int, path: Path, **how: Any) -> End | None:
     return end_of(lambda: save(state(2), path, **how)) if rank != 1 else None
 
 
+@pytest.mark.slow(but=["async"])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_rank_that_never_comes(tmp_path: Path, background: bool) -> None:
     save(state(1), tmp_path / "a", background=False)

@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(but=["begin"])
 @pytest.mark.parametrize("fault", CASES, ids=["part-500-async", "begin-403-sync", "marker-500-sync"])
 def test_refused_for_good(proxy: Any, fault: tuple[str, str, int, bool]) -> None:
     server, storage, folder = proxy

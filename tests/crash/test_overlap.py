@@ -37,6 +37,7 @@ def two_groups(rank: int, world: int, path: Path, **how: Any) -> End:
     return end_of(lambda: save(value, path, process_group=groups[rank // 2], **how))
 
 
+@pytest.mark.slow(but=["async"])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_of_two_groups_one_wins(tmp_path: Path, background: bool) -> None:
     ends = run_ranks(two_groups, 4, path=tmp_path / "a", background=background, timeout_s=20.0)
@@ -52,6 +53,7 @@ def test_of_two_groups_one_wins(tmp_path: Path, background: bool) -> None:
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow(but=["async"])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_two_groups_that_may_replace_each_other(tmp_path: Path, background: bool) -> None:
     save(state(3), tmp_path / "a", background=False)
@@ -188,6 +190,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(1, 2)
 def test_a_load_never_mixes_two(rank: int, world: int, tmp_path: Path) -> None:
     """Between the files that a load opens, all are replaced: all ranks get the old ones or the new ones."""

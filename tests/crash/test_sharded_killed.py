@@ -50,6 +50,7 @@ def strike(
     return end_of(lambda: save(value, path, overwrite=True, **how))
 
 
+@pytest.mark.slow(but=["received"])
 @pytest.mark.parametrize(
     ("where", "victim", "signum", "background"),
     [

@@ -54,6 +54,7 @@ def names_of(cases: list[tuple[Any, ...]]) -> str:
     )
 
 
+@pytest.mark.slow(but=["ENOSPC", "EIO-fsync4"])
 @needs_strace
 @pytest.mark.parametrize("cases", [FAILURES[n : n + 3] for n in range(0, len(FAILURES), 3)], ids=names_of)
 def test_a_system_call_fails(tmp_path: Path, cases: list[tuple[Any, ...]]) -> None:
@@ -95,6 +96,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow(but=["async"])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_a_full_disk(disk: Path, background: bool) -> None:
     save(state(1), disk / "a", background=False)
@@ -133,6 +135,7 @@ def test_old_ones_can_be_removed_from_a_full_disk(disk: Path) -> None:
     save_again(disk / "b")
 
 
+@pytest.mark.slow(but=["async"])
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_a_read_only_file_system(disk: Path, background: bool) -> None:
     save(state(1), disk / "a", background=False)

@@ -104,6 +104,7 @@ def layouts() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]], torch.dtyp
     yield "negated", conjugated, None
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @ranks(1, 3, deadline_s=120)
 def test_two_tensors_in_one_memory(rank: int, world: int, tmp_path: Path) -> None:
     parts = {"some": EMBED.view(-1)[10:50].clone(), "column": EMBED[:, 3].clone()}
@@ -173,6 +174,7 @@ def test_ranks_that_share_memory_only_here(rank: int, world: int, tmp_path: Path
     refused(lambda: fastload.load(differ, into=into, strict=False, options=options()))
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(2, 3)
 def test_shards(rank: int, world: int, tmp_path: Path) -> None:
     """FSDP and tensor parallel models, of which one rank holds the element that differs."""

@@ -79,6 +79,7 @@ def refused(victim: int, world: int, load: Callable[[], Any]) -> str:
     return str(causes[victim])
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 3, same=True)
 @pytest.mark.parametrize("make", [Model, Hooked, Sampler])
 def test_what_refuses_on_one_rank_fails_all(rank: int, world: int, saved: Path, make: Make) -> str:
@@ -98,6 +99,7 @@ def test_it_is_told_to_ranks_that_call_nothing(rank: int, world: int, saved: Pat
     refused(1, world, lambda: fastload.load(saved, into=into, strict=False, options=OPTIONS))
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 3)
 @pytest.mark.parametrize("make", [Sampler])
 def test_a_report_that_cannot_be_told_fails_all(rank: int, world: int, saved: Path, make: Make) -> None:

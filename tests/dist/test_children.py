@@ -48,6 +48,7 @@ def wait_long() -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @ranks(1)
 def test_children_of_a_training_die_of_signals(

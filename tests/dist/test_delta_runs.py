@@ -57,6 +57,7 @@ def entries(root: Path) -> dict[int, Any]:
     return {one.step: one for one in Catalog(root, None, Patience(0, 20)).entries()}
 
 
+@pytest.mark.slow(but=["2-ranks-{}"])
 @pytest.mark.parametrize("how", [{}, {"async_": False}, {"max_pending_saves": 3}], ids=str)
 @ranks(2)
 def test_a_run_of_deltas(rank: int, world: int, tmp_path: Path, how: dict[str, Any]) -> None:
@@ -99,6 +100,7 @@ def test_a_run_of_deltas(rank: int, world: int, tmp_path: Path, how: dict[str, A
         assert "a delta of step_00000005; 1 delta since the last complete checkpoint" in run("inspect", path)
 
 
+@pytest.mark.slow(but=["{}-replicated", "False}-sharded"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("how", [{}, {"async_": False}], ids=str)
 @ranks(2)

@@ -147,6 +147,7 @@ def test_each_mesh_writes_and_loads_the_same_delta(rank: int, world: int, tmp_pa
         assert_same_bits(fastload.load(base, names=list(first), process_group=alone), first)
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @ranks(1, 3, deadline_s=100)
 def test_any_sequence_of_saves(rank: int, world: int, tmp_path: Path) -> None:
     """Chains of any length of any states: the last state, or an error that names what is wrong."""

@@ -113,6 +113,7 @@ def refuse_all(rank: int, world: int, root: Path) -> dict[str, tuple[str, str]]:
     return ends
 
 
+@pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_malformed_checkpoint_is_refused_alike_everywhere(tmp_path: Path, world: int) -> None:
     checkpoint(tmp_path / "good.safetensors")
@@ -223,6 +224,7 @@ def starve(rank: int, world: int, path: Path, what: str) -> Outcome:
 BIG_BYTES = 120 << 20
 
 
+@pytest.mark.slow(but=["slabs"])
 @pytest.mark.parametrize("what", ["tensors", "slabs"])
 def test_memory_of_one_rank_is_not_enough(tmp_path: Path, what: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors", BIG_BYTES)
@@ -345,6 +347,7 @@ def heal(rank: int, world: int, path: Path) -> int:
     return reports[0].bytes_read
 
 
+@pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_transient_error_heals_and_is_counted(tmp_path: Path, world: int) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
@@ -388,6 +391,7 @@ def hang(rank: int, world: int, path: Path, strategy: str, patience: float) -> O
         return outcome_of(lambda: fastload.load(f"flaky://{path}", options=options(strategy=strategy)))
 
 
+@pytest.mark.slow(but=["3-allgather-1.0"])
 @pytest.mark.parametrize(
     ("world", "strategy", "patience"),
     [

@@ -119,6 +119,7 @@ KILLED = {
 }
 
 
+@pytest.mark.slow(but=["read", "exchange", "gather"])
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in EARLY])
 def test_killed_rank_is_named(tmp_path: Path, stage: str) -> None:
     run_cases(tmp_path / "x.safetensors", *KILLED[stage])
@@ -128,11 +129,13 @@ def test_rank_killed_before_data_moves_is_named(tmp_path: Path) -> None:
     run_cases(tmp_path / "x.safetensors", *(KILLED[stage][0] for stage in EARLY))
 
 
+@pytest.mark.slow(but=["SIGKILL"])
 @pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
 def test_rank_that_ends_between_agreements_is_named(tmp_path: Path, signum: signal.Signals) -> None:
     run_cases(tmp_path / "x.safetensors", Case("headers", {0: signum}), Case("compare", {1: signum}))
 
 
+@pytest.mark.slow(but=["read-exchange-place"])
 @pytest.mark.parametrize(
     "places",
     [
@@ -159,6 +162,7 @@ def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path) -> None:
     run_cases(tmp_path / "x.safetensors", *cases)
 
 
+@pytest.mark.slow(but=["SIGKILL", "middle"])
 @pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
 @pytest.mark.parametrize("stage", ["open", "connect", "middle", "gather"])
 def test_rank_0_takes_the_rendezvous_store_with_it(
@@ -250,6 +254,7 @@ def fail(error: BaseException) -> None:
         del error  # no cycle with its own traceback
 
 
+@pytest.mark.slow(but=["prepare"])
 @pytest.mark.parametrize("stage", ["prepare", "middle"])
 def test_any_exception_on_one_rank_is_told_to_all(tmp_path: Path, stage: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
@@ -347,6 +352,7 @@ def fail_and_exit(rank: int, world: int, path: Path, stage: str, how: str) -> No
     assert set(end.causes) == {1}
 
 
+@pytest.mark.slow(but=["raise-prepare", "die-middle"])
 @pytest.mark.parametrize("stage", ["prepare", "middle"])
 @pytest.mark.parametrize("how", ["raise", "die"])
 def test_process_exits_cleanly_after_a_failure(tmp_path: Path, stage: str, how: str) -> None:
@@ -420,6 +426,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     assert faults.num_descriptors(at_most=descriptors[1]) <= descriptors[1], descriptors
 
 
+@pytest.mark.slow(but=["raise", "all-read", "1-read"])
 @pytest.mark.parametrize(
     ("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")]
 )

@@ -49,6 +49,7 @@ def broadcast_of(grid: Grid, rank: int) -> GridBroadcast:
     return GridBroadcast(grid, rank, groups, lambda phase: nullcontext())
 
 
+@pytest.mark.slow(but=["3-11"])
 @ranks(11, deadline_s=90)
 @pytest.mark.parametrize("num_locals", [1, 3, 11])
 def test_all_chunks_reach_all_ranks(rank: int, world: int, num_locals: int) -> None:

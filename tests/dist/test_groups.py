@@ -61,6 +61,7 @@ def test_a_group_of_one(rank: int, world: int, folder: Path) -> None:
     assert len(report.ranks) == 1
 
 
+@pytest.mark.slow(but=["5-ranks"])
 @ranks(4, 5)
 def test_disjoint_groups_load_different_checkpoints_at_once(rank: int, world: int, folder: Path) -> None:
     members = [[0, 3], [member for member in range(world) if member not in (0, 3)]]
@@ -81,6 +82,7 @@ def test_overlapping_groups_one_after_the_other(rank: int, world: int, folder: P
     load(folder / "c.safetensors", None)
 
 
+@pytest.mark.slow(but=["4-ranks"])
 @ranks(4, 8)
 def test_tensor_times_data_parallel(rank: int, world: int, folder: Path) -> None:
     """Each tensor-parallel slice is a checkpoint of its own, loaded by its data-parallel replicas."""

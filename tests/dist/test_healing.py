@@ -40,6 +40,7 @@ def open_copy(original: Path, disk: Path, rank: int) -> fastload.Checkpoint:
     return fastload.open(disk, options=OPTIONS)
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(2, 3, 5, ranks_per_host=2)
 def test_others_take_over(rank: int, world: int, tmp_path: Path, original: Path) -> None:
     own_disk(tmp_path, rank)
@@ -92,14 +93,17 @@ def test_one_after_the_other_drops_out_until_one_is_left(
         assert [bool(own.note) for own in checkpoint.report.ranks] == [True, True, False, True]
 
 
+@pytest.mark.parametrize("draws", [range(4), pytest.param(range(4, 10), marks=pytest.mark.slow)], ids=str)
 @ranks(5, ranks_per_host=2)
-def test_readers_break_at_any_moment(rank: int, world: int, tmp_path: Path, original: Path) -> None:
+def test_readers_break_at_any_moment(
+    rank: int, world: int, tmp_path: Path, original: Path, draws: range
+) -> None:
     """Several in one round or in others, again once the rest was dealt anew, some slow: one is whole."""
     copy(original, own_disk(tmp_path, rank))
     # Of the wide one, staging has no room for a chunk of each reader: they take turns, and read ahead.
     write_file(tmp_path / "wide" / "model.safetensors", [(f"w{n}", "F32", (9000 + n,)) for n in range(9)])
     honest = LocalStorage.read_into
-    for draw in range(10):
+    for draw in draws:
         everybodys, own = random.Random(draw), random.Random(f"{draw}/{rank}")
         whole, breaks = everybodys.randrange(world), everybodys.choice([0.0, 0.02, 0.1, 0.5])
         path, chunk_bytes = tmp_path, everybodys.choice([16, 100, 1000])

@@ -45,6 +45,7 @@ def takes_direct_reads(path: Path) -> bool:
     return direct > 0
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @ranks(1, 3)
 def test_same_bytes_either_way(rank: int, world: int, path: Path) -> None:
     takes_direct, expected = takes_direct_reads(path), load_reference(path)
@@ -77,6 +78,7 @@ def test_cold_reads_are_direct_where_the_file_system_takes_them(rank: int, world
     assert cold > 0 or not takes_direct_reads(path)
 
 
+@pytest.mark.slow(but=["8192-4095", "8192-4096", "5000003-70001", "12289-1", "12289-0"])
 @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 70_001])
 @pytest.mark.parametrize("nbytes", [8192, 12_289, 5_000_003])
 def test_direct_reads_go_straight_into_buffers_that_lie_as_the_file_does(
@@ -120,6 +122,7 @@ def cold_file(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.slow(but=["broadcast"])
 @ranks(4)
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast"])
 def test_a_cold_disk_reads_every_byte_once(rank: int, world: int, cold_file: Path, strategy: str) -> None:

@@ -159,6 +159,7 @@ def nothing_is_kept(
     assert num_descriptors(at_most=descriptors[1]) <= descriptors[1], descriptors
 
 
+@pytest.mark.slow(but=["1"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_nothing_is_kept(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, saved: Path, world: int

@@ -123,6 +123,7 @@ def test_two_open_checkpoints_are_loaded_at_once(rank: int, world: int, tmp_path
     dist.barrier()
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(1, 2)
 def test_threads_that_load_one_open_checkpoint_wait_for_each_other(
     rank: int, world: int, tmp_path: Path

@@ -228,6 +228,7 @@ def test_contents(rank: int, world: int, paths: list[Path]) -> list[str]:
     return digests
 
 
+@pytest.mark.slow(but=["8-ranks"])
 @all_prepared([odd_offsets, every_dtype])
 @ranks(1, 2, 8, same=True)
 def test_world_sizes(rank: int, world: int, paths: list[Path]) -> list[str]:
@@ -241,6 +242,7 @@ def test_world_sizes(rank: int, world: int, paths: list[Path]) -> list[str]:
     return digests
 
 
+@pytest.mark.slow(but=["-7", "1048576"])
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 4097, 1 << 20])
 @ranks(3, same=True)
 def test_chunk_sizes(rank: int, world: int, tmp_path: Path, chunk_bytes: int) -> str:
@@ -255,6 +257,7 @@ def test_chunk_sizes(rank: int, world: int, tmp_path: Path, chunk_bytes: int) ->
     return check(path, tensors)
 
 
+@pytest.mark.slow(but=["8-ranks-allgather", "2-ranks-broadcast"])
 @prepared([one_giant])
 @pytest.mark.parametrize("strategy", EXCHANGES)
 @ranks(2, 8, same=True)
@@ -269,6 +272,7 @@ def test_tiny_staging(rank: int, world: int, path: Path, strategy: str) -> str:
 # Bytes
 
 
+@pytest.mark.slow(but=["names1-allgather", "None-broadcast"])
 @prepared([with_index])
 @pytest.mark.parametrize("strategy", EXCHANGES)
 @pytest.mark.parametrize("names", [None, ["b", "e"], ["[cdf]"]])
@@ -562,6 +566,7 @@ def _link(fd: str) -> str:
         return ""
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @prepared([with_index])
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
 @ranks(1, 3)

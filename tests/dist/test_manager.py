@@ -74,6 +74,7 @@ def test_every_seconds_is_the_same_step_on_all_ranks(rank: int, world: int, tmp_
     return answers
 
 
+@pytest.mark.slow(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @ranks(3, same=True)
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
@@ -186,6 +187,7 @@ def test_alone_it_needs_no_process_group(tmp_path: Path) -> None:
 # Save and restore
 
 
+@pytest.mark.slow(but=["3-ranks-True", "1-ranks-False"])
 @pytest.mark.parametrize("async_", [True, False])
 @ranks(1, 3, same=True)
 def test_save_and_restore(rank: int, world: int, tmp_path: Path, async_: bool) -> list[Any]:

@@ -361,6 +361,7 @@ def restore_after(rank: int, world: int, folder: Path) -> int | None:
     return manager.restored_step
 
 
+@pytest.mark.slow(but=["sending", "after recording"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_generation_before_is_whole_when_ranks_are_killed(stage: str, tmp_path: Path) -> None:
     everyone = "recording" in stage
@@ -696,6 +697,7 @@ def test_each_save_is_reported_with_its_tier(rank: int, world: int, tmp_path: Pa
     assert kept.total_s >= kept.stall_s > 0
 
 
+@pytest.mark.slow(but=["state", "step"])
 @ranks(2, ranks_per_host=1)
 @pytest.mark.parametrize("what", ["state", "on_report", "step"])
 def test_what_one_rank_cannot_keep_stops_no_rank(rank: int, world: int, tmp_path: Path, what: str) -> None:
@@ -736,6 +738,7 @@ def saves_without_memory(folder: Path, restored: int, *steps: int) -> dict[int, 
     return states
 
 
+@pytest.mark.slow(but=["steps1", "steps5"])
 @pytest.mark.parametrize(
     ("steps", "newest"), [((20,), 20), ((15,), 15), ((15, 20), 20), ((25,), 25), ((10,), 10), ((5,), 5)]
 )

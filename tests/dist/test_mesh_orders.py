@@ -90,6 +90,7 @@ def full(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [one.full_tensor().detach() for one in (*model.parameters(), *moments)]
 
 
+@pytest.mark.slow  # the states of the others here are as FSDP2 shards them
 @ranks(4)
 def test_fsdp2_on_any_line_of_ranks(rank: int, world: int, tmp_path: Path) -> None:
     lines = [

@@ -41,6 +41,7 @@ def _empty_like(state: dict[str, Any]) -> dict[str, Tensor]:
         }
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(1, 2)
 def test_inference_tensors_are_saved_and_loaded_into(rank: int, world: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

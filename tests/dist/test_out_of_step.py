@@ -145,6 +145,7 @@ def count_keys(rank: int, world: int, folder: Path) -> None:
     assert counts[-1] < counts[0] + 2, counts
 
 
+@pytest.mark.slow(but=["2-rank0"])
 @pytest.mark.parametrize(("world", "store"), [(2, "rank0"), (3, "agent"), (5, "agent")])
 def test_calls_leave_nothing_in_the_store(
     world: int, store: Literal["agent", "rank0"], tmp_path: Path
@@ -152,6 +153,7 @@ def test_calls_leave_nothing_in_the_store(
     run_ranks(count_keys, world, store=store, folder=tmp_path)
 
 
+@pytest.mark.slow(but=["writing"])
 @pytest.mark.parametrize("stage", ["writing", "publishing"])
 @ranks(3)
 def test_a_failed_save_leaves_nothing_in_the_store(rank: int, world: int, tmp_path: Path, stage: str) -> None:
@@ -198,6 +200,7 @@ def call_and_go(rank: int, world: int, path: Path, call: str) -> bool:
     return True
 
 
+@pytest.mark.slow(but=["load", "fails"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_that_takes_the_store_along_leaves_after_all_have_heard(call: str, tmp_path: Path) -> None:
     ends = run_ranks(call_and_go, 4, dies={0: signal.SIGKILL}, store="rank0", path=tmp_path, call=call)

@@ -83,6 +83,7 @@ def adam(**how: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.AdamW(parameters, lr=0.1, **how)
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @ranks(1, 2)
 def test_a_step_waits_for_the_copy(rank: int, world: int, tmp_path: Path) -> None:
     """Also steps of fused and sharded optimizers, of which torch does not count the changes of parameters."""

@@ -254,6 +254,7 @@ def test_what_fsdp_1_saved_with_dcp(rank: int, world: int, tmp_path: Path) -> No
     dist.barrier()
 
 
+@pytest.mark.slow(but=["False"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @ranks(2)
 def test_modules_of_fsdp_1(rank: int, world: int, tmp_path: Path, use_orig_params: bool) -> None:

@@ -124,6 +124,7 @@ def allocations() -> Iterator[list[int]]:
         yield found
 
 
+@pytest.mark.slow(but=["3-ranks-sharded", "1-ranks-replicated"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @ranks(1, 3)
 def test_the_newest_that_waits_is_written_and_nobody_waits_for_that(
@@ -210,6 +211,7 @@ def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> 
         assert [says in line for line in lines] == [True]
 
 
+@pytest.mark.slow(but=["1-2"])
 @ranks(2)
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_the_wait_for_an_earlier_save_is_in_the_report(

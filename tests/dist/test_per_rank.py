@@ -70,6 +70,7 @@ def assert_own(found: Any, rank: int) -> None:
     assert_same(found["model"], state_of(0)["model"])
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 2, 3)
 def test_each_rank_gets_its_own_back(rank: int, world: int, tmp_path: Path) -> None:
     report = fastload.save(state_of(rank), tmp_path / "a", options=OPTIONS)

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow(but=["allgather"])
 @ranks(2, deadline_s=90)
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
 def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, strategy: str) -> None:
@@ -58,6 +59,7 @@ def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, 
     raise AssertionError(f"{measured_s:.2f} s instead of {done.total_s:.2f} s, in the last of {_NUM_TRIALS}")
 
 
+@pytest.mark.slow(but=["allgather"])
 @ranks(2, deadline_s=90)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 def test_a_sharded_load_takes_as_long_as_predicted(

@@ -61,6 +61,7 @@ def check(rank: int, tmp_path: Path, devices: list[str]) -> None:
     assert all(everyone[0] != other for other in everyone[1:])
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 3)
 def test_each_rank_draws_again_what_it_drew(rank: int, world: int, tmp_path: Path) -> None:
     check(rank, tmp_path, ["cpu"])
@@ -71,6 +72,7 @@ def test_devices_draw_again_what_they_drew(rank: int, world: int, tmp_path: Path
     check(rank, tmp_path, ["cpu", "emu:0", "emu:1"])
 
 
+@pytest.mark.slow(but=["2-2"])
 @ranks(2)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 @pytest.mark.skipif(not TITAN.exists(), reason="torchdata is not installed")

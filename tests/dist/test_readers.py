@@ -103,6 +103,7 @@ def test_one_rank_that_is_not_the_first_feeds_all(
     return state_digest(tensors)
 
 
+@pytest.mark.slow(but=["allgather", "auto"])
 @pytest.mark.parametrize("strategy", ["auto", "allgather", "broadcast", "direct"])
 @ranks(3, same=True)
 def test_equal_copies_on_every_host_are_all_read(
@@ -124,6 +125,7 @@ def test_equal_copies_on_every_host_are_all_read(
     return state_digest(tensors)
 
 
+@pytest.mark.slow(but=["header", "ranks-values", "missing"])
 @pytest.mark.parametrize("other", ["size", "header", "missing", "empty", "values", "few values"])
 @ranks(3, same=True)
 def test_another_file_of_the_same_name_is_not_read(

@@ -76,6 +76,7 @@ def save(state: Any, path: Path | str, how: str, options: SaveOptions = OPTIONS)
 HOW = ("now", "block", "overlap")
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(2, 3)
 def test_what_they_hold_completely_loads(rank: int, world: int, tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
@@ -153,6 +154,7 @@ def test_deltas_load(rank: int, world: int, tmp_path: Path) -> None:
         check_state(into, world, 0, 1)
 
 
+@pytest.mark.slow  # deltas, and shards, have tests above
 @ranks(4)
 def test_deltas_of_shards_load(rank: int, world: int, tmp_path: Path) -> None:
     placements = [Replicate(), Shard(0)]
@@ -214,6 +216,7 @@ def save_later(*given: Any, **more: Any) -> fastload.SaveReport:
     return fastload.async_save(*given, **more).wait(20)
 
 
+@pytest.mark.slow  # files and object stores get the same parts
 def test_what_goes_to_an_object_store_loads(tmp_path: Path) -> None:
     with s3_server(tmp_path / "server") as storage:
         folder = tmp_path / "server" / BUCKET / "replicas"

@@ -98,6 +98,7 @@ def kept_after(what: str, victim: bool, path: Path, background: bool, patch: pyt
     assert not path.exists()
 
 
+@pytest.mark.slow(but=["1-rank"])
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

@@ -47,6 +47,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 3)
 def test_the_files_are_those_of_a_save(rank: int, world: int, tmp_path: Path) -> None:
     spool = tmp_path / f"spool-{rank}"

@@ -76,6 +76,7 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], fastload.LoadReport]:
     return state.get("model", state), checkpoint.report
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @ranks(1, 3, deadline_s=100)
 def test_all_that_reads_verifies(rank: int, world: int, tmp_path: Path) -> None:
     for write, (name, tensor) in FORMATS.items():
@@ -116,6 +117,7 @@ def write_file(path: Path, scale: float = 1) -> None:
     save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @ranks(1, 3)
 def test_a_single_file_has_its_seal_next_to_it(rank: int, world: int, tmp_path: Path) -> None:
     for name in ("model.safetensors", "last.pt"):

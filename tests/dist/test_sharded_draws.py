@@ -24,6 +24,7 @@ from tests.dist.test_sharded_failures import before_reads
 DRAWS = 8
 
 
+@pytest.mark.slow(but=["4-ranks", "1-ranks"])
 @ranks(1, 3, 4, 8)
 def test_any_mesh_gets_the_bits_of_any_checkpoint(rank: int, world: int, tmp_path: Path) -> None:
     alone, *_ = [dist.new_group([each]) for each in range(world)]

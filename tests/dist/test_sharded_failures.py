@@ -120,11 +120,12 @@ def test_others_read_for_those_whose_storage_breaks(rank: int, world: int, path:
     assert fastload_threads(kept=["fastload-host"]) == []
 
 
+@pytest.mark.parametrize("draws", [range(4), pytest.param(range(4, 12), marks=pytest.mark.slow)], ids=str)
 @ranks(5)
-def test_readers_break_at_any_moment(rank: int, world: int, path: Path) -> None:
+def test_readers_break_at_any_moment(rank: int, world: int, path: Path, draws: range) -> None:
     """Several, one after the other, again while the others read for them; one is whole. Elements are cut."""
     mesh = init_device_mesh("cpu", (world,))
-    for draw in range(12):
+    for draw in draws:
         everybodys, own = random.Random(draw), random.Random(f"{draw}/{rank}")
         whole, odds = everybodys.randrange(world), everybodys.choice([0.02, 0.1, 0.5])
         changes: dict[str, Any] = {
@@ -233,6 +234,7 @@ SIGNALED = [
 SIGNALED += [Case("middle", 1, KILL, "mixed", "direct"), Case("first", 2, STOP, "mixed", "broadcast")]
 
 
+@pytest.mark.slow(but=["requests"])
 @pytest.mark.parametrize(
     "cases",
     [SIGNALED[at : at + 4] for at in range(0, len(SIGNALED), 4)],
@@ -259,6 +261,7 @@ RAISED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=["second"])
 @pytest.mark.parametrize("cases", [RAISED[:5], RAISED[5:]], ids=["first", "second"])
 def test_any_exception_on_one_rank_is_told_to_all(path: Path, cases: Sequence[Case]) -> None:
     ends = run_ranks(load_and_fail, SIZE * len(cases), path=path, cases=cases)
@@ -268,6 +271,7 @@ def test_any_exception_on_one_rank_is_told_to_all(path: Path, cases: Sequence[Ca
             assert set(end.causes) == {case.victim}, (case, end)
 
 
+@pytest.mark.slow(but=["exit"])
 @pytest.mark.parametrize("raises", ["interrupt", "exit"])
 @ranks(3)
 def test_a_rank_that_leaves_is_named(rank: int, world: int, path: Path, raises: str) -> None:
@@ -284,6 +288,7 @@ def test_a_rank_that_leaves_is_named(rank: int, world: int, path: Path, raises: 
     load(path, mesh, timeout_s=20)
 
 
+@pytest.mark.slow(but=["allgather-mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 @ranks(3)
@@ -344,6 +349,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
+@pytest.mark.slow(but=["allgather"])
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
 @ranks(3, same=True)
 def test_damage_is_the_same_error_on_all_ranks(rank: int, world: int, saved: Path, strategy: str) -> str:
@@ -477,6 +483,7 @@ def kept_after(
     assert descriptors[-1] <= descriptors[1], descriptors
 
 
+@pytest.mark.slow(but=["fsdp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_kept(path: Path, kind: str) -> None:
     run_ranks(kept, 3, path=path, kind=kind)

@@ -89,6 +89,7 @@ def test_each_mesh_writes_the_files_of_one_rank(rank: int, world: int, tmp_path:
         assert own.peak_staging_bytes <= held + (13 << 20)  # and pages
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 2, 3, 4)
 def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
     alone = [dist.new_group([each]) for each in range(world)][rank]
@@ -209,6 +210,7 @@ def go_on_elsewhere(rank: int, world: int, path: Path) -> None:
         assert_equal(whole(state_of(restored(path / name, mesh), step=3)), saved)
 
 
+@pytest.mark.slow  # tests/dist/test_sharded_states.py resumes one
 def test_a_training_on_fsdp2_goes_on_anywhere(tmp_path: Path) -> None:
     run_ranks(save_and_go_on, 4, path=tmp_path)
     run_ranks(go_on_elsewhere, 2, path=tmp_path)

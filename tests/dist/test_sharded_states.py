@@ -112,6 +112,7 @@ def read(report: fastload.LoadReport) -> int:
     return sum(one.bytes_read for one in report.ranks)
 
 
+@pytest.mark.slow(but=["fsdp-4"])
 @ranks(4)
 @pytest.mark.parametrize("names", ["fsdp", "fsdp and tp"])
 def test_a_model_on_the_meta_device(rank: int, world: int, tmp_path: Path, names: str) -> None:
@@ -171,6 +172,7 @@ def test_training_goes_on_where_it_was(rank: int, world: int, tmp_path: Path) ->
         torch.testing.assert_close(tensor, plain.state_dict()[name])
 
 
+@pytest.mark.slow(but=["False"])
 @ranks(2)
 @pytest.mark.parametrize("flat", [False, True])
 def test_state_dicts_of_torch(rank: int, world: int, tmp_path: Path, flat: bool) -> None:
@@ -192,6 +194,7 @@ def test_state_dicts_of_torch(rank: int, world: int, tmp_path: Path, flat: bool)
     assert_equal(whole(into), {"model": dict(state["model"]), "optim": whole(state["optim"])})
 
 
+@pytest.mark.slow(but=["Adagrad", "SGD"])
 @ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
 def test_optimizers_go_on_with_their_state(rank: int, world: int, tmp_path: Path, kind: Any) -> None:
@@ -209,6 +212,7 @@ def test_optimizers_go_on_with_their_state(rank: int, world: int, tmp_path: Path
         torch.testing.assert_close(tensor, plain.state_dict()[name])
 
 
+@pytest.mark.slow(but=["cpu"])
 @ranks(2)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_with_activation_checkpointing(rank: int, world: int, tmp_path: Path, device: str) -> None:

@@ -54,6 +54,7 @@ def load(path: Path, into: dict[str, Any], **changes: Any) -> fastload.LoadRepor
     return reports[0]
 
 
+@pytest.mark.slow(but=["checksums"])
 @ranks(4)
 def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> None:
     # So that all read something of these small states.
@@ -129,6 +130,7 @@ def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> N
             assert sorted(raised.value.unexpected) == missed
 
 
+@pytest.mark.slow(but=["checksums"])
 @ranks(3)
 def test_names_and_casts(rank: int, world: int, saved: Path) -> None:
     state, mesh = saved_state(), init_device_mesh("cpu", (world,))
@@ -231,6 +233,7 @@ def test_what_one_rank_cannot_take_is_one_error_on_all(rank: int, world: int, sa
         assert_same_bits(locals_of(into), before)
 
 
+@pytest.mark.slow(but=["checksums"])
 @ranks(3, same=True)
 def test_into_on_some_ranks_only(rank: int, world: int, saved: Path) -> str:
     mesh = init_device_mesh("cpu", (world,))
@@ -240,6 +243,7 @@ def test_into_on_some_ranks_only(rank: int, world: int, saved: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow(but=["checksums"])
 @ranks(3, same=True)
 def test_other_dtypes_and_strategies(rank: int, world: int, saved: Path) -> str:
     mesh = init_device_mesh("cpu", (world,))
@@ -255,6 +259,7 @@ def test_other_dtypes_and_strategies(rank: int, world: int, saved: Path) -> str:
     return end.text
 
 
+@pytest.mark.slow(but=["checksums"])
 @ranks(4)
 def test_a_mesh_with_ranks_that_take_no_part(rank: int, world: int, saved: Path) -> None:
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

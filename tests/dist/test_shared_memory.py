@@ -49,6 +49,7 @@ def require_once_into_each_host(report: fastload.LoadReport, transport: str) -> 
     assert {host: NUM_BYTES - nbytes for host, nbytes in read.items()} == came_in
 
 
+@pytest.mark.slow(but=["5-ranks"])
 @ranks(4, 5, ranks_per_host=2)
 def test_each_byte_enters_each_host_once(rank: int, world: int, path: Path) -> None:
     for _ in range(2):
@@ -103,6 +104,7 @@ def test_a_rank_that_cannot_share_memory_is_like_a_host_of_its_own(path: Path) -
     run_ranks(load_without_memory, 3, path=path)
 
 
+@pytest.mark.slow(but=["0-3"])
 @ranks(3)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_memory_that_a_rank_cannot_have(rank: int, world: int, path: Path, victim: int) -> None:

@@ -87,6 +87,7 @@ def load(path: Path, source: Path) -> fastload.LoadReport:
     return checkpoint.report
 
 
+@pytest.mark.slow(but=["3-ranks-source", "1-ranks-saved"])
 @pytest.mark.parametrize("kind", ["source", "saved"])
 @ranks(1, 3)
 def test_every_host_gets_a_copy_and_loads_use_it(
@@ -130,6 +131,7 @@ def test_several_ranks_of_a_host_make_one_copy(
     assert report.bytes_written == 3 * size_of(saved)
 
 
+@pytest.mark.slow(but=["False"])
 @pytest.mark.parametrize("verify", [True, False])
 @ranks(2)
 def test_what_is_there_is_not_read_again(
@@ -168,6 +170,7 @@ def test_a_host_that_has_no_copy_is_fed_by_the_others(
     assert [own.bytes_written for own in report.ranks] == [0, size_of(source), 0]
 
 
+@pytest.mark.slow(but=["saved"])
 @pytest.mark.parametrize("kind", ["source", "saved"])
 @ranks(2)
 def test_a_damaged_copy_is_made_anew(
@@ -189,6 +192,7 @@ def test_a_damaged_copy_is_made_anew(
     assert report.bytes_read == size_of(request_folder)
 
 
+@pytest.mark.slow(but=["as long", "longer"])
 @pytest.mark.parametrize("change", ["as long", "longer", "replaced"])
 @ranks(2)
 def test_a_copy_that_its_user_changed_is_not_replaced_unless_asked_for(

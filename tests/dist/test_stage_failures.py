@@ -82,6 +82,7 @@ def staging_of(disk: Path) -> Path:
     return staging
 
 
+@pytest.mark.slow(but=["saved-1"])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", ["source", "saved"])
 def test_after_a_kill_the_next_one_goes_on(

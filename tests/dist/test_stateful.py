@@ -103,6 +103,7 @@ def save_in_background(state: Any, path: Path) -> None:
     fastload.async_save(state, path, options=OPTIONS).wait()
 
 
+@pytest.mark.slow(but=["save_by_call-fsdp", "background-ddp", "by_call-plain"])
 @ranks(2)
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
 @pytest.mark.parametrize("save", [save_by_call, save_in_background])
@@ -131,6 +132,7 @@ class Crash(Exception):
     pass
 
 
+@pytest.mark.slow(but=["memory"])
 @ranks(2)
 @pytest.mark.parametrize("where", ["storage", "memory"])
 def test_a_manager_takes_and_restores_the_same_dict(

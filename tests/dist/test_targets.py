@@ -260,6 +260,7 @@ def test_a_part_of_a_module_has_its_shards_filled_after_a_forward(
     assert torch.equal(model.state_dict()["3.weight"].full_tensor(), numbered(3))
 
 
+@pytest.mark.slow(but=["9-"])
 @ranks(6)
 @pytest.mark.parametrize("rows", [7, 9, 25])
 def test_shards_of_uneven_shards(rank: int, world: int, tmp_path: Path, rows: int) -> None:
@@ -279,6 +280,7 @@ def test_shards_of_uneven_shards(rank: int, world: int, tmp_path: Path, rows: in
     assert_same_shards(model[0].weight, expected[0].weight)
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(2, 5)
 def test_a_module_on_the_meta_device_gets_real_shards(rank: int, world: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
@@ -386,6 +388,7 @@ def test_an_optimizer_gets_the_state_of_its_shards(rank: int, world: int, tmp_pa
     assert gathered(model.state_dict()) == gathered(plain.state_dict())
 
 
+@pytest.mark.slow(but=["False"])
 @ranks(2)
 @pytest.mark.parametrize("flat", [False, True])
 def test_state_dicts_of_an_optimizer_are_filled(rank: int, world: int, tmp_path: Path, flat: bool) -> None:
@@ -471,6 +474,7 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embedding(numbers)))
 
 
+@pytest.mark.slow(but=["False"])
 @ranks(4)
 @pytest.mark.parametrize("is_named", [False, True])
 def test_tied_and_tensor_parallel_parameters_on_the_meta_device(

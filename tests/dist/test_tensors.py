@@ -94,6 +94,7 @@ def test_what_fastload_saved(rank: int, world: int, tmp_path: Path) -> None:
     assert got["model.tied"] is got["model.w3"]
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @ranks(1, 2)
 def test_tensors_that_are_lent(rank: int, world: int, saved: Path, tmp_path: Path) -> None:
     """Views of the files, where each rank takes all from the page cache, and nothing is verified."""
@@ -330,6 +331,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+@pytest.mark.slow(but=["direct"])
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 def test_memory_is_bounded(rank: int, world: int, tmp_path: Path, strategy: str) -> None:
@@ -371,6 +373,7 @@ def own_boxes(rank: int, world: int) -> dict[str, Any]:
     return boxes
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @ranks(1, 3, ranks_per_host=2)
 def test_boxes_of_each_ranks_own(rank: int, world: int, saved: Path) -> None:
     expected = load_reference(saved)

@@ -428,6 +428,7 @@ def is_own(error: Exception, place: Place) -> bool:
     return place.bad and isinstance(error, Mine | fastload.OptionError)
 
 
+@pytest.mark.slow(but=["0-"])
 @ranks(2, deadline_s=300)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_fails_on_one_rank_is_told_to_all_at_once(

@@ -48,6 +48,7 @@ def read_spans(file: Path) -> tuple[dict[int, str], dict[int, dict[str, list[Any
     return titles, spans
 
 
+@pytest.mark.slow(but=["allgather"])
 @ranks(3)
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
 def test_all_ranks_are_on_one_clock(rank: int, world: int, path: Path, tmp_path: Path, strategy: str) -> None:

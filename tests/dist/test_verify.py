@@ -49,6 +49,7 @@ def load(path: Any, *, given: fastload.LoadOptions, **arguments: Any) -> tuple[A
     return tensors, checkpoint.report
 
 
+@pytest.mark.slow(but=["3-ranks-allgather", "2-ranks-direct", "1-ranks-broadcast"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(1, 2, 3, same=True)
 def test_intact(rank: int, world: int, recorded: Path, strategy: str) -> str:
@@ -66,6 +67,7 @@ def test_intact(rank: int, world: int, recorded: Path, strategy: str) -> str:
     return state_digest(tensors)
 
 
+@pytest.mark.slow(but=["allgather"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(3, same=True)
 def test_a_part_is_verified_without_a_byte_more(rank: int, world: int, recorded: Path, strategy: str) -> str:
@@ -82,6 +84,7 @@ def test_a_part_is_verified_without_a_byte_more(rank: int, world: int, recorded:
     return state_digest(tensors)
 
 
+@pytest.mark.slow(but=["3-ranks-cast", "1-ranks-as-stored"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as-stored", "cast"])
 @ranks(1, 3)
 def test_casts_and_strided_targets_are_verified_too(
@@ -111,6 +114,7 @@ def spoiled(rank: int, world: int, recorded: Path, strategy: str) -> tuple[str, 
     return type(raised.value).__name__, text, lines
 
 
+@pytest.mark.slow(but=["allgather", "direct-1"])
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_flipped_bit_is_the_same_error_on_all_ranks(recorded: Path, strategy: str, world: int) -> None:
@@ -128,6 +132,7 @@ def test_a_flipped_bit_is_the_same_error_on_all_ranks(recorded: Path, strategy: 
     assert text == f"damaged: {lines[0]}"
 
 
+@pytest.mark.slow(but=["1"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_bit_flipped_anywhere_is_found(recorded: Path, world: int) -> None:
     path = recorded / "b.safetensors"
@@ -143,6 +148,7 @@ def notices(rank: int, world: int, recorded: Path) -> None:
         load(recorded, given=options(strategy="allgather"))
 
 
+@pytest.mark.slow(but=["allgather"])
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast"])
 @ranks(4)
 def test_staging_is_kept(rank: int, world: int, tmp_path: Path, strategy: str) -> None:
@@ -184,6 +190,7 @@ def flip_on_the_way(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(LocalStorage, "read_into", read_into)
 
 
+@pytest.mark.slow(but=["3-ranks-direct", "allgather"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(1, 3)
 def test_a_flip_on_the_way_heals(rank: int, world: int, recorded: Path, strategy: str) -> None:

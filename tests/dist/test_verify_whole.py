@@ -48,6 +48,7 @@ def begin_of(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
+@pytest.mark.slow(but=["3-ranks", "1-ranks"])
 @ranks(1, 2, 3, 7)
 def test_intact(rank: int, world: int, recorded: Path) -> None:
     for chunk_bytes in (None, 9_000):

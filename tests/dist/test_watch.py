@@ -64,6 +64,7 @@ def serves(rank: int, world: int, root: Path, last: int, newest_only: bool) -> l
     raise AssertionError("it has ended")
 
 
+@pytest.mark.slow(but=["newest"])
 @pytest.mark.parametrize("newest_only", [True, False], ids=["newest", "all"])
 def test_a_job_that_trains_and_one_that_serves(tmp_path: Path, newest_only: bool) -> None:
     """They share the root only; retention deletes versions while they are read."""
@@ -186,6 +187,7 @@ def test_versions_that_cannot_be_read(rank: int, world: int, tmp_path: Path) -> 
         assert versions.version == 5
 
 
+@pytest.mark.slow(but=["False"])
 @pytest.mark.parametrize("deltas", [False, True])
 @ranks(2)
 def test_versions_that_are_saved_again(rank: int, world: int, tmp_path: Path, deltas: bool) -> None:

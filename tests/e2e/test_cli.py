@@ -85,6 +85,7 @@ def one_object(text: str) -> dict[str, Any]:
     return value
 
 
+@pytest.mark.slow(but=["2-broadcast"])
 @pytest.mark.parametrize(("ranks", "strategy"), [(3, "allgather"), (2, "broadcast")])
 def test_load_on_ranks(checkpoint: Path, ranks: int, strategy: str) -> None:
     done = run("load", str(checkpoint), "--json", "--digest", "--strategy", strategy, ranks=ranks)
@@ -223,6 +224,7 @@ def test_version_and_help() -> None:
     assert "load" in helped
 
 
+@pytest.mark.slow(but=["fsdp"])
 @pytest.mark.parametrize(
     ("mesh", "placements", "dim", "num_parts"),
     [("3", "shard(0)", 0, 3), ("2x2", "replicate,shard(1)", 1, 2)],

@@ -100,6 +100,7 @@ class Unwelcome:
     pass
 
 
+@pytest.mark.slow(but=["False"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_convert_what_torch_saved(tmp_path: Path, zipped: bool) -> None:
     model = torch.nn.Linear(30, 7)

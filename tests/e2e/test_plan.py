@@ -52,6 +52,7 @@ def test_plan_for_people_to_read() -> None:
     assert re.search(r"10\.9 s +1\.0\d +537 MB +4 .*storage", row), row
 
 
+@pytest.mark.slow(but=["80"])
 @pytest.mark.parametrize("columns", [80, 200])
 def test_a_terminal_cuts_no_number(columns: int) -> None:
     """Where it has no room for a row of each strategy it gets a column of each."""

@@ -212,6 +212,7 @@ def test_a_save_that_is_not_asynchronous() -> None:
     assert found["recommendation"]["interval_steps"] is None
 
 
+@pytest.mark.slow(but=["--stall 5s"])
 @pytest.mark.parametrize(
     "facts",
     [

@@ -72,6 +72,7 @@ def in_parallel(model: nn.Module, mesh: Any) -> None:
         parallelize_module(layer, mesh, plan)
 
 
+@pytest.mark.slow  # tests/dist/test_sharded_states.py has the same meshes
 @ranks(4, deadline_s=100)
 def test_a_sharded_model_understands_sentences_as_the_whole_one_does(rank: int, world: int) -> None:
     warnings.simplefilter("ignore")  # what transformers warns of is not ours to mend

@@ -144,6 +144,7 @@ def uninterrupted(whole: Path) -> str:
     return digest
 
 
+@pytest.mark.slow(but=["ddp"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: Path, parallel: str) -> None:
     how = ("--parallel", parallel)

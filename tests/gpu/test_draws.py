@@ -10,6 +10,7 @@ from tests.gpu.devices import Devices, on_devices
 from tests.gpu.draws import Draw
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4, ranks_per_host=2, deadline_s=110)
 @pytest.mark.parametrize(("first", "count"), [(0, 8)])
 def test_draws(devices: Devices, rank: int, world: int, tmp_path: Path, first: int, count: int) -> None:

@@ -53,6 +53,7 @@ def require_quiet(*but: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4, dies={1: signal.SIGKILL})
 def test_a_rank_is_killed(devices: Devices, rank: int, world: int, path: Path) -> None:
     """Its peers' collectives never end; no watchdog ends their processes, and nothing waits for ever."""
@@ -76,6 +77,7 @@ def test_a_rank_is_killed(devices: Devices, rank: int, world: int, path: Path) -
     require_quiet()
 
 
+@pytest.mark.slow(but=["False"])
 @on_devices(4, ranks_per_host=2, dies={3: signal.SIGKILL})
 @pytest.mark.parametrize("sharded", [False, True])
 def test_survivors_load_again(
@@ -116,6 +118,7 @@ def test_survivors_load_again(
     require_quiet()
 
 
+@pytest.mark.slow(but=["once connected"])
 @on_devices(2, dies={1: signal.SIGKILL})
 @pytest.mark.parametrize("when", ["before it comes", "once all have come", "once connected"])
 def test_a_rank_is_killed_while_they_connect(
@@ -185,6 +188,7 @@ def test_a_call_that_fails_closes_the_group_of_its_thread(devices: Devices, rank
     second.abort()
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @on_devices(1, 2)
 def test_a_device_that_does_not_go_on(devices: Devices, rank: int, world: int, path: Path) -> None:
     """The caller's own kernels never end: loads and saves say so in time."""

@@ -47,6 +47,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(1, 2, 4)
 def test_replicated(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     saved = written(tmp_path, rank)
@@ -79,6 +80,7 @@ def test_hosts(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
         devices.check_group()
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4, ranks_per_host=2)
 def test_shards(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """FSDP, HSDP and tensor parallelism, and ranks that want nothing."""
@@ -142,6 +144,7 @@ def test_a_module_of_fsdp_becomes_real_on_the_device(
     assert_same_bits({"even": module.even.full_tensor().cpu()}, {"even": saved["even"]})
 
 
+@pytest.mark.slow(but=["allgather-1-ranks", "direct-2-ranks"])
 @on_devices(1, 2)
 @pytest.mark.parametrize("strategy", ["direct", "allgather"])
 def test_casts_and_strides_are_made_on_the_device(
@@ -185,6 +188,7 @@ def test_casts_and_strides_are_made_on_the_device(
     assert taken <= (8 << 20) + staging + (64 << 10)
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @on_devices(1, 2)
 def test_casts_strides_and_host_memory_in_one_load(
     devices: Devices, rank: int, world: int, tmp_path: Path
@@ -202,6 +206,7 @@ def test_casts_strides_and_host_memory_in_one_load(
         assert_same_bits({"vector": into["vector"].cpu()}, {"vector": saved["vector"]})
 
 
+@pytest.mark.slow(but=["inference"])
 @on_devices(2)
 @pytest.mark.parametrize("mode", ["inference", "device"])
 def test_modes_of_the_calling_thread(
@@ -214,6 +219,7 @@ def test_modes_of_the_calling_thread(
     assert_same_bits(on_host(loaded), saved)
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4)
 def test_tensors_one_by_one(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """Consumers on a stream of their own, with collectives of their own in the loop, some of which leave."""
@@ -242,6 +248,7 @@ def test_tensors_one_by_one(devices: Devices, rank: int, world: int, tmp_path: P
         assert len(sums) == (4 if leaves else len(saved))
 
 
+@pytest.mark.slow(but=["dropped"])
 @on_devices(2)
 @pytest.mark.parametrize("how", ["open", "dropped"])
 def test_a_rank_leaves_a_stream_and_no_context(
@@ -268,6 +275,7 @@ def test_a_rank_leaves_a_stream_and_no_context(
     devices.check_group()
 
 
+@pytest.mark.slow(but=["True"])
 @on_devices(2)
 @pytest.mark.parametrize("boxes", [False, True])
 def test_loops_of_a_caller_with_many_streams(
@@ -303,6 +311,7 @@ def test_loops_of_a_caller_with_many_streams(
     assert device_sums == [first * world**2 for first in firsts] * (len(device_sums) // len(firsts))
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4)
 def test_boxes(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """Read into place, and handed out by another thread to a consumer on a stream of its own."""
@@ -436,9 +445,13 @@ def test_copies_of_several_rounds_are_in_flight(
     assert opened.report is not None
     if devices.emulated:
         assert not {"h2d_pageable", "stream_syncs"} & counts.keys()
-        assert counts["pinned_bytes"] <= 1.2 * 550_000 * opened.report.depth
+        in_flight = 550_000 * opened.report.depth
+        # Where reads went further ahead than that, as much again was taken at once.
+        taken = in_flight * (2 if opened.report.ranks[0].peak_staging_bytes > in_flight else 1)
+        assert counts["pinned_bytes"] <= 1.2 * taken
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4, ranks_per_host=2)
 def test_a_round_allocates_nothing(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """A rank that runs out of device memory does so before data moves, not in the middle of a collective."""
@@ -467,6 +480,7 @@ def test_a_device_that_torch_does_not_serve_is_refused(
     devices.check_group()
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4)
 def test_readers_that_break_drop_out(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     saved = written(tmp_path, rank)
@@ -492,6 +506,7 @@ def test_readers_that_break_drop_out(devices: Devices, rank: int, world: int, tm
     devices.check_group()
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4)
 def test_an_error_on_one_rank_ends_the_load_and_spares_the_group(
     devices: Devices, rank: int, world: int, tmp_path: Path
@@ -524,6 +539,7 @@ def test_an_error_on_one_rank_ends_the_load_and_spares_the_group(
     )
 
 
+@pytest.mark.slow(but=["1048576"])
 @on_devices(1)
 @pytest.mark.parametrize("chunk_bytes", [4099, 1 << 20])
 def test_messages_are_packed_on_the_device(

@@ -73,6 +73,7 @@ def no_warnings() -> Iterator[None]:
     assert lines == []
 
 
+@pytest.mark.slow(but=["3-ranks"])
 @on_devices(2, 3)
 def test_a_difference_is_a_warning_that_names_tensors_and_ranks(
     devices: Devices, rank: int, world: int, tmp_path: Path
@@ -169,6 +170,7 @@ def test_everything_is_compared_by_digests_on_request(
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 3)
 def test_ranks_with_tensors_in_host_memory(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """They are left out, or compared with the others as completely as asked for."""

@@ -39,6 +39,7 @@ def on_host(state: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @on_devices(1, 2)
 @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "another stream"])
 def test_a_save_waits_for_what_its_callers_stream_computes(
@@ -67,6 +68,7 @@ def test_a_save_waits_for_what_its_callers_stream_computes(
     devices.check_group()
 
 
+@pytest.mark.slow(but=["1-ranks"])
 @on_devices(1, 2)
 def test_an_overlapped_save_does_not_wait_for_its_callers_stream(
     devices: Devices, rank: int, world: int, tmp_path: Path
@@ -102,6 +104,7 @@ def test_an_overlapped_save_does_not_wait_for_its_callers_stream(
     devices.check_group()
 
 
+@pytest.mark.slow(but=["2-ranks"])
 @on_devices(2, 4)
 def test_shards(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """Rows that other ranks write leave by another thread; the files are those of a save from the host."""

@@ -25,6 +25,7 @@ def body(name: str) -> Any:
     return there("tests.integrations.lightning_ranks", name)
 
 
+@pytest.mark.slow(but=["fsdp2"])
 @pytest.mark.parametrize(("world", "kind"), [(2, "ddp"), (2, "fsdp2")])
 def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind: str, tmp_path: Path) -> None:
     def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind:
     run_ranks(body("loads_elsewhere"), 6 - world, folder=tmp_path / "whole", kind=kind)
 
 
+@pytest.mark.slow(but=["writing", "removing-False"])
 @pytest.mark.parametrize(
     ("dies_when", "in_background", "begins_at"),
     [("writing", True, 1), ("written", True, 2), ("removing", True, 2), ("removing", False, 2)],
@@ -105,6 +107,7 @@ def test_the_recipe_for_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow  # tests/integrations/test_transformers.py trains adapters
 @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
 def test_adapters_of_peft_train_and_come_back(tmp_path: Path) -> None:
     run_ranks(body("adapts"), 2, folder=tmp_path)

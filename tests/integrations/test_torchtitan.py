@@ -34,6 +34,7 @@ def body(name: str) -> Any:
     return there("tests.integrations.torchtitan_ranks", name)
 
 
+@pytest.mark.slow  # Lightning and transformers are killed, too
 def test_the_program_on_the_page_killed_and_started_again() -> None:
     run_ranks(body("is_killed_on_the_page"), 2, dies=dict.fromkeys(range(2), signal.SIGKILL))
     run_ranks(body("goes_on_as_if_it_had_not_been"), 2)

@@ -65,6 +65,7 @@ def test_adapters_that_are_refused(tmp_path: Path) -> None:
     run_ranks(body("refuses_adapters"), 2, tmp_path=tmp_path)
 
 
+@pytest.mark.slow(but=["ddp"])
 @pytest.mark.parametrize(
     ("world", "fsdp", "has_adapters"),
     [(2, 2, False), (2, 0, False), pytest.param(2, 2, True, marks=needs_peft)],
@@ -153,6 +154,7 @@ def test_optimizers_of_torchao(tmp_path: Path) -> None:
     run_ranks(body("refuses_optimizers_of_torchao"), 2, tmp_path=tmp_path)
 
 
+@pytest.mark.slow(but=["fsdp2"])
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_the_state_of_an_accelerator(fsdp: bool, tmp_path: Path) -> None:
     run_ranks(body("saves_states"), 2, tmp_path=tmp_path, fsdp=fsdp)

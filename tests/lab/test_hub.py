@@ -56,6 +56,7 @@ def fastload(*words: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow  # tests/dist/test_hub.py counts the requests
 def test_the_link_to_the_hub_carries_every_byte_once(
     checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,6 +215,7 @@ def test_s3_answers_ranges_with_the_right_bytes(two_hosts: Path) -> None:
     assert part == two_hosts.read_bytes()[1000:3000]
 
 
+@pytest.mark.slow(but=["option1"])
 @pytest.mark.parametrize("option", [(), ("--storage",)])
 def test_cut_is_silent_and_heals(two_hosts: Path, option: tuple[str, ...]) -> None:
     lab("cut", HOST_1, *option)

@@ -94,6 +94,7 @@ def digests_of_shards(checkpoint: Path, dim: int, num_hosts: int) -> list[str]:
     return [state_digest({name: parts[host] for name, parts in cut.items()}) for host in range(num_hosts)]
 
 
+@pytest.mark.slow(but=["s3"])
 @pytest.mark.parametrize(
     ("url", "num_hosts"),
     [
@@ -136,6 +137,7 @@ def test_hosts_of_the_same_name_do_not_share_memory(checkpoint: Path) -> None:
     assert (storage_bytes() - before) / report["bytes_wanted"] < 1.01
 
 
+@pytest.mark.slow  # tests/dist/test_sharded.py counts the bytes
 @pytest.mark.usefixtures("hosts")
 def test_each_host_gets_its_columns_and_storage_delivers_once(checkpoint: Path) -> None:
     before = storage_bytes()
@@ -151,6 +153,7 @@ def test_each_host_gets_its_columns_and_storage_delivers_once(checkpoint: Path) 
     assert exchanged < 1.02 * (1 - 1 / _NUM_HOSTS)  # each host gets those of its own that others read
 
 
+@pytest.mark.slow  # tests/dist/test_load.py counts the bytes that are read
 @pytest.mark.usefixtures("hosts")
 def test_some_tensors_cost_their_bytes(checkpoint: Path) -> None:
     before = storage_bytes()
@@ -164,6 +167,7 @@ def test_some_tensors_cost_their_bytes(checkpoint: Path) -> None:
     assert (storage_bytes() - before - heads_bytes) / report["bytes_wanted"] < 1.01
 
 
+@pytest.mark.slow(but=["storage"])
 @pytest.mark.parametrize("how", ["storage", "all"])
 @pytest.mark.usefixtures("hosts")
 def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, how: str) -> None:

@@ -109,12 +109,14 @@ def load_through(
     return report, (storage_bytes() - before) / report["bytes_wanted"]
 
 
+@pytest.mark.slow(but=["sshfs"])
 def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
     report, carried = load_through(client, tmp_path, "--json", "--digest")
     assert report["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS
     assert carried < _MOST[client]
 
 
+@pytest.mark.slow  # the loads above go through the same mount
 @pytest.mark.parametrize("client", ["sshfs"], indirect=True)
 def test_a_stream_of_tensors_is_carried_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
     report, carried = load_through(client, tmp_path, program=("-c", _STREAM))
@@ -122,6 +124,7 @@ def test_a_stream_of_tensors_is_carried_once(checkpoint: Path, client: str, tmp_
     assert carried < _MOST[client]
 
 
+@pytest.mark.slow  # whole tensors go through the same mount
 @pytest.mark.parametrize("client", ["sshfs"], indirect=True)
 def test_each_host_gets_its_shards_and_all_is_carried_once(
     checkpoint: Path, client: str, tmp_path: Path

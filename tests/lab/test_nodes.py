@@ -184,13 +184,8 @@ _LOSSES = {
 }
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(loss, id=name, marks=[] if name == "killed-own-disks" else pytest.mark.slow)
-        for name, loss in _LOSSES.items()
-    ],
-)
+@pytest.mark.slow  # that of its memory, below, has the same launchers
+@pytest.mark.parametrize("loss", _LOSSES.values(), ids=_LOSSES)
 def test_a_node_is_lost_and_another_takes_its_place(
     loss: Loss, trained: set[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -152,6 +152,7 @@ def storage_bytes() -> int:
     return sent
 
 
+@pytest.mark.slow(but=["torchrun"])
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node"),
     [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((2, 1), (4, 1), (4, 2)))],
@@ -188,19 +189,20 @@ _STOPS = {
 }
 
 
+@pytest.mark.slow(but=["at-start"])
 @pytest.mark.parametrize(
     ("template", "how"),
     [("torchrun", "preemption"), ("srun", "at-start")],
 )
 def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp_path: Path) -> None:
-    # It is deaf for 3 s, and is told 5 s later again: it has to run for longer.
-    num_steps, deaf = (60, {"TRAPPER_STARTS_S": "3"}) if how == "at-start" else (40, {})
+    # It is deaf, and is told 5 s later again: it has to run for longer.
+    begin = tmp_path / "begin"
+    num_steps, deaf = (80, {"TRAPPER_WAITS_FOR": str(begin)}) if how == "at-start" else (40, {})
     program = [str(_TRAPPER), str(tmp_path), str(num_steps)]
     job = Job(template, program, nodes=2, ranks_per_node=1, folder=tmp_path, **deaf)
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     if how == "at-start":
-        job.until(lambda: f"{job.id}.0" in slurm("squeue", "--steps", "--noheader", "--format=%i"))
-        time.sleep(0.5)
+        job.until(lambda: all((tmp_path / f"{rank}.deaf").exists() for rank in range(2)))
         assert not any(log.exists() for log in logs)
     else:
         job.until(lambda: all(log.exists() and "\n5\n" in log.read_text() for log in logs))
@@ -208,6 +210,8 @@ def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp
         slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
     else:
         slurm("scancel", "--batch", "--signal=USR1", job.id)
+        time.sleep(1)  # until the batch shell has passed it on
+        begin.touch()
     job.until(lambda: job.is_over() and all((tmp_path / f"{rank}.saved").exists() for rank in range(2)))
     assert job.fact("Restarts") == "1"
     for log in logs:
@@ -231,6 +235,7 @@ def weights(output: str, num_ranks: int) -> set[str]:
     return set(last.values())
 
 
+@pytest.mark.slow  # a job that is stopped, and the training without Slurm, have tests of their own
 @pytest.mark.timeout(240)  # two trainings, one of them in two parts
 @pytest.mark.parametrize(
     ("template", "how", "parallel", "ranks_per_node"),

@@ -54,6 +54,7 @@ def fastload(disks: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow  # tests/dist/test_stage.py counts the bytes
 @pytest.mark.usefixtures("hosts")
 def test_each_byte_crosses_the_storage_link_once_and_a_load_reads_nothing(
     checkpoint: Path, disks: Path

@@ -20,7 +20,10 @@ def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
     told: list[str] = []
-    time.sleep(float(os.environ.get("TRAPPER_STARTS_S", "0")))  # as imports do
+    if begin := os.environ.get("TRAPPER_WAITS_FOR"):
+        (folder / f"{rank}.deaf").touch()  # as while it imports
+        while not Path(begin).exists():
+            time.sleep(0.05)
 
     def note(number: int, frame: FrameType | None) -> None:
         told.append(signal.Signals(number).name)

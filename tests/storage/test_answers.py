@@ -39,6 +39,7 @@ def serving(handler: Any) -> Iterator[str]:
             thread.join(10)
 
 
+@pytest.mark.slow(but=["s3"])
 @pytest.mark.parametrize("server", ["s3", "seaweed"])
 def test_what_an_object_store_says_is_shown(server: str, request: pytest.FixtureRequest) -> None:
     options = request.getfixturevalue(server)
@@ -90,6 +91,7 @@ def test_servers_without_ranges_are_told(s3: dict[str, Any], tmp_path: Path) -> 
             assert raised.value.attempts == 1
 
 
+@pytest.mark.slow(but=["403--", "409-", "503-Range", "429"])
 @pytest.mark.parametrize(
     ("status", "says", "transient"),
     [
@@ -297,6 +299,7 @@ def gateway(seaweed: dict[str, Any]) -> Iterator[Gateway]:
         yield gateway
 
 
+@pytest.mark.slow(but=["with_other_tags", "without_any"])
 @pytest.mark.parametrize("change", [without_tags, with_other_tags, without_any_tags])
 def test_versions_in_listings_that_objects_do_not_have(
     gateway: Gateway, seaweed: dict[str, Any], change: Any, tmp_path: Path

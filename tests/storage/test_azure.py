@@ -38,6 +38,7 @@ def assert_saved(server: AzureServer, **options: Any) -> None:
     assert not [name for name in server.blobs if ".saving/" in name]
 
 
+@pytest.mark.slow(but=["1-", "0-False"])
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("looks", [0, 1, 5])
 def test_a_save_waits_for_copies(server: AzureServer, looks: int, has_length: bool) -> None:

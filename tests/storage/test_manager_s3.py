@@ -21,6 +21,7 @@ from tests.dist.flaky_server import serving
 from tests.storage.s3_server import BUCKET, client_of
 
 
+@pytest.mark.slow(but=["s3"])
 @pytest.mark.parametrize("server", ["s3", "seaweed"])
 def test_steps_on_s3(server: str, request: pytest.FixtureRequest) -> None:
     options: dict[str, Any] = request.getfixturevalue(server)
@@ -97,6 +98,7 @@ def move(options: dict[str, Any], base: str, name: str, to: str, *, copies: bool
                 client.delete_object(**source)
 
 
+@pytest.mark.slow(but=["s3"])
 @pytest.mark.parametrize("kind", ["s3", "memory"])
 def test_a_run_is_known_by_its_name_in_the_root(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -56,6 +56,7 @@ def point(client: str, tmp_path: Path, s3: dict[str, Any]) -> Iterator[Path]:
         yield where
 
 
+@pytest.mark.slow(but=["s3fs"])
 def test_a_file_is_the_same_one_on_every_mount(
     client: str, tmp_path: Path, s3: dict[str, Any], checkpoint: tuple[str, Path]
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_file_is_the_same_one_on_every_mount(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow(but=["s3fs"])
 def test_a_load_reads_once(point: Path, s3: dict[str, Any], checkpoint: tuple[str, Path]) -> None:
     key, local = checkpoint
     server = server_pid(s3)
@@ -84,6 +86,7 @@ def test_a_load_reads_once(point: Path, s3: dict[str, Any], checkpoint: tuple[st
     assert sent / sum(tensor.nbytes for tensor in state.values()) < 1.25, "it was read in any order"
 
 
+@pytest.mark.slow(but=["s3fs"])
 def test_a_save_says_at_once_that_it_cannot(point: Path, checkpoint: tuple[str, Path]) -> None:
     before = sorted(os.listdir(point))
     assert file_system_type(str(point)).startswith("fuse.")

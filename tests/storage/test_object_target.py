@@ -114,6 +114,7 @@ def whole(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {f"step/{name}": content for name, content in {**files, **small}.items()}
 
 
+@pytest.mark.slow(but=["overwrite"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
 def test_killed_at_any_change(

@@ -120,6 +120,7 @@ def copy_whole(path: Path) -> None:
     copy.close()
 
 
+@pytest.mark.slow(but=["root saves", "root plants-saving"])
 @pytest.mark.parametrize("ending", ["saving", "removed"])
 def test_what_another_user_planted_is_left_alone(
     shared: Path, users: tuple[int, int], ending: str, tmp_path: Path

@@ -54,6 +54,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow(but=["no ranges"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_no_record_is_none(server: str, tmp_path: Path) -> None:
     for name in ("own", "foreign", "one", "torch", "dcp"):
@@ -74,6 +75,7 @@ def test_what_is_no_record_is_none(server: str, tmp_path: Path) -> None:
         fastload.load(f"{server}/one", options=fastload.LoadOptions(dequantize=True))
 
 
+@pytest.mark.slow(but=["no ranges"])
 def test_damaged_records_and_pages_in_place_of_a_file(server: str, tmp_path: Path) -> None:
     fastload.save({"a": torch.arange(5.0)}, tmp_path / "own")
     record = tmp_path / "own" / "fastload.json"

@@ -259,7 +259,18 @@ def round_trip(options: dict[str, Any]) -> None:
         assert not storage.folders()
 
 
-@pytest.mark.parametrize("name", CASES)
+# Other names of what others set, or other places of the same.
+ALIKE = {
+    "endpoint_url", "AWS_ENDPOINT", "session_token", "AWS_REGION", "AWS_DEFAULT_REGION",
+    "region of a profile",
+    "virtual, with the bucket", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "root_certificate, bytes",
+    "client_options", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in CASES]
+)
 def test_settings(
     name: str,
     gateways: dict[str, Gateway],

@@ -38,6 +38,7 @@ def save_small(rank: int, world: int, url: str, storage: Any) -> None:
     fastload.save(_SMALL, url, storage_options=storage)
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_small_save_waits_for_at_most_twelve_answers(proxy: Any, num_ranks: int) -> None:
     server, storage = proxy
@@ -67,6 +68,7 @@ def save_parts(rank: int, world: int, url: str, storage: Any, sharded: bool, **h
     fastload.save({"weight": tensor}, url, storage_options=storage, options=options)
 
 
+@pytest.mark.slow(but=["default"])
 @pytest.mark.parametrize(
     ("num_ranks", "how", "num_parts"),
     [

@@ -201,6 +201,7 @@ class TestSeaweed(TestS3):
         assert self.read(url) == {**files, **dict(small_files(files))}
 
 
+@pytest.mark.slow  # TestObstoreMemory goes the same way
 class TestObstore(TestS3):
     """The way of stores that are not S3, where whole files are dealt to the ranks; on S3, for want of one."""
 

@@ -350,6 +350,7 @@ def load_signed(rank: int, world: int, urls: list[str], path: Path) -> list[str]
         return [checkpoint.report.url, repr(checkpoint.manifest)]
 
 
+@pytest.mark.slow(but=["blob"])
 @pytest.mark.parametrize("name", ["model one.safetensors", "blob"])
 def test_a_signed_url_of_one_file(signed: dict[str, Any], name: str) -> None:
     urls = [signed["sign"](name, expires_s) for expires_s in (600, 601, 602)]  # each rank may have its own

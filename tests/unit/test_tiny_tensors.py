@@ -73,6 +73,7 @@ def buffer_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.slow(but=[".safetensors"])
 @pytest.mark.parametrize("ending", [".safetensors", ""])
 def test_reads_and_garbage_collections_do_not_grow_with_their_number(
     folder: Path, buffer_counts: list[int], ending: str
@@ -97,6 +98,7 @@ def test_reads_and_garbage_collections_do_not_grow_with_their_number(
     assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == _MANY
 
 
+@pytest.mark.slow(but=[".safetensors"])
 @pytest.mark.parametrize(("ending", "allowed"), [(".safetensors", 75), ("", 130)])
 def test_a_tensor_more_is_a_few_calls_more(folder: Path, ending: str, allowed: int) -> None:
     found = []
