@@ -183,7 +183,7 @@ class ReadAhead:
 
     Half as many again are begun as are read at once: some wait for an earlier one, others to be read. If none
     waits to be read, reading is ahead of the exchange, and no more are read at once. Without an exchange four
-    times as many are begun, since only a late read holds up the others.
+    times as many are begun while they need no memory, since only a late read holds up the others.
 
     Args:
         rank: This rank.
@@ -196,7 +196,8 @@ class ReadAhead:
         self._reader = reader
         self._buffers = buffers
         self._begun: deque[tuple[int, OwnChunk, Future[None]]] = deque()
-        self._next = self._num_over = self._first_number = 0
+        self._next = self._first_number = 0
+        self._is_in_place = False  # the last chunk
 
     def begin(self, first_number: int) -> None:
         """Begins a plan.
@@ -211,7 +212,7 @@ class ReadAhead:
         self._buffers.release(self._first_number + num_done - 1)
         num_windows = plan.num_windows
         width = self._reader.pace.width
-        begun = width + width // 2 if plan.exchanges else 4 * width
+        begun = 4 * width if self._is_in_place and not plan.exchanges else width + width // 2
         most = max(begun, plan.depth) * num_windows
         end = num_done + (min(most, plan.ahead) if plan.ahead else most)
         for index in plan.rounds_of(self._rank, self._next, end):
@@ -258,6 +259,7 @@ class ReadAhead:
             return False
         self._next = index + 1
         if own.byte_ranges:
+            self._is_in_place = own.is_in_place
             read = self._reader.submit(own.byte_ranges, [host_view(piece) for piece in own.memory])
             self._begun.append((index, own, read))
         return True
