@@ -235,10 +235,10 @@ class OwnerFile:
         was_free = self.decides and self._seen[1]
         if not was_free:
             self.check_free(names)
-        lease, there, decided = self._claim(names)
+        lease, there, decided = self._acquire_once(names)
         if was_free and lease.token != self.keys.token:  # of a save that began later, and may have died
             self.check_free(names)
-            lease, there, decided = self._claim(names)
+            lease, there, decided = self._acquire_once(names)
         if lease.token != self.keys.token:
             raise CheckpointExists(f"{self._url}: another save is being published there")
         if decided:  # of the files there, none is of a save that this one has overtaken
@@ -251,7 +251,7 @@ class OwnerFile:
         self._cleared = True
         self._clear(own - {self._names.owner})
 
-    def _claim(self, names: Sequence[str]) -> tuple[Lease, set[str], bool]:
+    def _acquire_once(self, names: Sequence[str]) -> tuple[Lease, set[str], bool]:
         """Writes the owner file after `check_free`.
 
         Returns:

@@ -212,10 +212,12 @@ class ReadAhead:
         self._buffers.release(self._first_number + num_done - 1)
         num_windows = plan.num_windows
         width = self._reader.pace.width
-        begun = 4 * width if self._is_in_place and not plan.exchanges else width + width // 2
-        most = max(begun, plan.depth) * num_windows
+        most = max(width + width // 2, plan.depth) * num_windows
         end = num_done + (min(most, plan.ahead) if plan.ahead else most)
-        for index in plan.rounds_of(self._rank, self._next, end):
+        last = end if plan.exchanges else max(end, num_done + 4 * width)
+        for index in plan.rounds_of(self._rank, self._next, last):
+            if index >= end and not self._is_in_place:
+                break
             if not self._begin(plan, index):
                 return
         self._next = max(self._next, min(end, plan.num_rounds))
