@@ -46,8 +46,12 @@ def in_a_step(world: World, act: Callable[[], object], *, is_long: bool = False)
         step.answer(act())
 
 
-def fails(error: BaseException) -> None:
-    raise error
+def fails(error: BaseException | None) -> None:
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # else error → traceback → frame → error would keep all their memory alive
 
 
 @ranks(1, 3)
@@ -244,7 +248,7 @@ class Large:
     """Stands for buffers."""
 
 
-def fail_with_large(world: World, error: Exception | None, is_long: bool) -> weakref.ref[Large]:
+def fail_with_large(world: World, make: Callable[[], Exception | None], is_long: bool) -> weakref.ref[Large]:
     """Fails in a block, next to an object; returns a reference to it, once the error is gone."""
     made: list[weakref.ref[Large]] = []
 
@@ -252,8 +256,7 @@ def fail_with_large(world: World, error: Exception | None, is_long: bool) -> wea
         large = Large()
         made.append(weakref.ref(large))
         with world.together(), world.step("acting", is_long=is_long) as step:
-            if error is not None:
-                raise error
+            fails(make())
             step.answer(1)
 
     with suppress(FastloadError, ValueError):
@@ -274,5 +277,5 @@ def test_a_failed_step_keeps_nothing(rank: int, world: int) -> None:
     ]
     for make in makes:
         for is_long in (False, True):
-            kept = fail_with_large(joined(), make(), is_long)
+            kept = fail_with_large(joined(), make, is_long)
             assert kept() is None, gc.get_referrers(kept())
