@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
 from fastload.geometry.ranges import Space
 from fastload.loading.access import Access
 from fastload.loading.match import LoadRequest, Match
-from fastload.loading.prepare import Job, LoadStart, MatchedRequest, open_job, open_on_all
+from fastload.loading.prepare import Job, LoadStart, MatchedRequest, accept, open_job, terms_of
 from fastload.loading.prepare import prepare as prepare_load
 from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
@@ -120,8 +121,9 @@ def redistribute(
     world, chosen, inputs = meet(process_group, _WHAT, partial(chosen_options, options, LoadOptions), prepare)
     num_clears = world.cache.num_clears
     kept: KeptPlan | None = world.cache.take(_WHAT)
-    with world.together():
-        responses = world.agree(_WHAT, lambda: _compare(world, kept, inputs, chosen))
+    with world.together(), world.step(_WHAT) as step:
+        step.answer(_compare(world, kept, inputs, chosen))
+    responses = step.answers
     require_same([each["options"] for each in responses])
     tokens = {each["kept"] for each in responses}
     if kept is not None and tokens == {kept.token}:
@@ -217,16 +219,11 @@ def _open(world: World, state: Any) -> _VirtualFile:
     Raises:
         FastloadError: The same on all ranks: some rank cannot send its state, or the states do not fit.
     """
-    held: list[tuple[StateEncoding, Sequence[TensorSpec], StateReader]] = []
-
-    def look() -> dict[str, Any]:
+    with world.step(_WHAT) as step:
         encoding = _encode(state)
-        held.append((encoding, *_look(world, encoding)))
-        return {"machine": Each([machine_digest(world.host, world.rank)])}
-
-    responses = world.agree(_WHAT, look)
-    (machines,) = responses[0]["machine"]
-    [(encoding, specs, reader)] = held
+        specs, reader = _look(world, encoding)
+        step.answer({"machine": Each([machine_digest(world.host, world.rank)])})
+    (machines,) = step.answers[0]["machine"]
     merged = gather_states(
         world,
         _WHAT,
@@ -480,9 +477,14 @@ class KeptPlan:
                 matched = MatchedRequest(
                     session.opened, call.match, call.decision, call.backend, call.detour, start
                 )
-                job = open_on_all(
-                    matched, lambda: open_job(matched, call.plan, call.bytes_wanted, call.writer)
-                )
+                what = f"planning to load {session.manifest.url}"
+                with ExitStack() as unused:
+                    with world.step(what) as step:
+                        opened = open_job(matched, call.plan, call.bytes_wanted, call.writer)
+                        job = unused.enter_context(closing(opened))
+                        step.answer(terms_of(job))
+                    accept(what, job, step.answers)
+                    unused.pop_all()
                 loaded = session.run(job)
                 assert loaded is not None, "states have no layout that is inferred"
                 return loaded.report

@@ -487,27 +487,28 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     path = local_path(dst)
     what = f"writing {path}"
     world = join(None, call=what, timeout_s=timeout_s)
-    pending: list[str] = []
-    layouts: list[TorchLayout] = []
-
-    def prepare() -> str:
-        strides = {name: tensor.stride() for name, tensor in parts.tensors.items()}
-        layouts.append(lay_out_torch(parts.structure, parts.entries, strides))
-        if world.rank == 0:
-            pending.append(single_file.make_pending(path, overwrite=overwrite))
-        return "".join(pending)
-
+    pending = ""  # on rank 0
     try:
         with world.together():
-            name, *_ = world.agree(what, prepare)
-            [layout] = layouts
-            written = world.settle(what, partial(_write_parts, world, parts, layout, name))
-            checksums = _joined(layout, [_Written(*one) for of_rank in written for one in of_rank])
-            write_rest = partial(_write_rest, layout, checksums, name, path, overwrite=overwrite)
-            nbytes, *_ = world.agree(what, lambda: write_rest() if world.rank == 0 else 0)
+            with world.step(what) as preparing:
+                strides = {name: tensor.stride() for name, tensor in parts.tensors.items()}
+                layout = lay_out_torch(parts.structure, parts.entries, strides)
+                if world.rank == 0:
+                    pending = single_file.make_pending(path, overwrite=overwrite)
+                preparing.answer(pending)
+            name = preparing.answers[0]
+            with world.step(what, is_long=True) as writing:
+                writing.answer(_write_parts(world, parts, layout, name))
+            checksums = _joined(layout, [_Written(*one) for of_rank in writing.answers for one in of_rank])
+            with world.step(what) as ending:
+                nbytes = 0
+                if world.rank == 0:
+                    nbytes = _write_rest(layout, checksums, name, path, overwrite=overwrite)
+                ending.answer(nbytes)
+            nbytes = ending.answers[0]
     except BaseException:
-        for name in pending:
-            single_file.remove(name)
+        if pending:
+            single_file.remove(pending)
         raise
     world.acknowledge()
     return {"url": path, "num_tensors": len(parts.entries), "nbytes": nbytes, "num_files": 1}

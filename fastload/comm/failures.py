@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -23,22 +21,11 @@ from fastload.errors import (
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
 
-
-@contextmanager
-def logged() -> Iterator[None]:
-    """Logs exceptions, so that this rank still reaches its peers."""
-    try:
-        yield
-    except Exception:
-        _log.exception("during a call of all ranks")
-
-
-def raise_failures(
-    what: str, decision: Decision, rank: int, own: BaseException | None = None, *, hosts: Mapping[int, str]
-) -> None:
-    """Raises the errors of a decision.
+def joint_error(
+    what: str, decision: Decision, rank: int, own: Exception | None = None, *, hosts: Mapping[int, str]
+) -> BaseException:
+    """Returns the error that this rank raises for a decision in which some rank failed.
 
     The same fastload error on all ranks is raised as itself. If only the checkpoint is bad, all ranks raise
     the error of the first rank that noticed. Otherwise all ranks raise one `PeerError` with the cause of each
@@ -46,7 +33,7 @@ def raise_failures(
 
     Args:
         what: Name of the step.
-        decision: A decision in which some rank failed.
+        decision: The decision.
         rank: This rank.
         own: Its error, if any.
         hosts: Host of each rank, where known.
@@ -62,17 +49,14 @@ def raise_failures(
     # Errors of libraries come as `FastloadError` from other ranks.
     is_fastload = all(isinstance(error, FastloadError) for error in (first, own) if error is not None)
     if (everywhere and (is_fastload or size == 1)) or all(map(blames_checkpoint, failures.values())):
-        try:
-            raise own if own is not None and (everywhere or rank == source) else first
-        finally:
-            # Else error → traceback → frame → error would keep all their memory alive.
-            del own, first
-            failures.clear()
+        return own if own is not None and (everywhere or rank == source) else first
     causes = "; ".join(f"{_label(rank, hosts)}: {_described(error)}" for rank, error in failures.items())
-    raise PeerError(
+    joint = PeerError(
         f"{what} failed on {len(failures)} of {size} ranks (this is {_label(rank, hosts)}): {causes}",
         failures,
-    ) from own
+    )
+    joint.__cause__ = own
+    return joint
 
 
 def errors_of(decision: Decision, rank: int) -> dict[int, BaseException]:
@@ -122,12 +106,27 @@ def require_same_call(decision: Decision) -> None:
         num_same = len(list(takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))))
         require_same([{"path": " ".join(each[num_same:])} for each in words])
         return
-    ranks = {call: [str(rank) for rank in range(len(calls)) if calls[rank] == call] for call in calls}
-    places = [
-        f"ranks {some_of(at)} are {call}" if len(at) > 1 else f"rank {at[0]} is {call}"
-        for call, at in ranks.items()
+    raise _out_of_step(calls)
+
+
+def require_same_step(decision: Decision) -> None:
+    """Raises on all ranks, which all came and none of which failed, if they take different steps."""
+    if len({response["place"] for response, _ in decision.came}) > 1:
+        raise _out_of_step(
+            [f"at {response['place']}" for response, count in decision.came for _ in range(count)]
+        )
+
+
+def _out_of_step(of_ranks: Sequence[str]) -> PlanMismatch:
+    """Returns the error for ranks that do different things."""
+    ranks: dict[str, list[str]] = {}
+    for rank, doing in enumerate(of_ranks):
+        ranks.setdefault(doing, []).append(str(rank))
+    groups = [
+        f"ranks {some_of(at)} are {doing}" if len(at) > 1 else f"rank {at[0]} is {doing}"
+        for doing, at in ranks.items()
     ]
-    raise PlanMismatch(f"the ranks are out of step: {some_of(places)}")
+    return PlanMismatch(f"the ranks are out of step: {some_of(groups)}")
 
 
 def kinds_of(values: Iterable[T]) -> list[T]:

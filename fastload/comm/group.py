@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -165,7 +164,8 @@ def meet(
         with world.together():
             if is_leaving:
                 raise problem
-            world.agree(what, partial(_raise, problem))
+            with world.step(what):
+                raise problem
     finally:
         problem = None  # else error → traceback → frame → error would keep all their memory alive
     raise AssertionError("the ranks agreed although this one failed")
@@ -177,7 +177,7 @@ def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: f
     Args:
         process_group: As for `join`.
         what: As for `meet`.
-        works: Pieces of work; all ranks end one before any begins the next. See `World.agree`.
+        works: Pieces of work; all ranks end one before any begins the next. See `World.step`.
         timeout_s: As for `join`.
     """
     return agree_in(join(process_group, call=what, timeout_s=timeout_s), what, *works)
@@ -188,15 +188,12 @@ def agree_in(world: World, what: str, *works: Callable[[], Any]) -> list[Any]:
     *before, last = works
     with world.together():
         for work in before:
-            world.agree(what, partial(_call, work))
-        results = world.agree(what, last)
+            with world.step(what):
+                work()
+        with world.step(what) as step:
+            step.answer(last())
     world.acknowledge()
-    return results
-
-
-def _call(work: Callable[[], Any]) -> None:
-    """Calls a function whose result no rank needs."""
-    work()
+    return step.answers
 
 
 def member_of(rank: int, members: list[int]) -> Member:
@@ -227,10 +224,6 @@ def _incarnation() -> str:
 
 def _agent_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 def _as_group(process_group: Any) -> dist.ProcessGroup | None:

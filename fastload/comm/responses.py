@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol, TypeVar
 
 from fastload.base.memory import uncollected
@@ -257,6 +257,24 @@ def _ranges(ranks: str) -> Iterator[tuple[int, int]]:
     for part in ranks.split(","):
         first, _, last = part.partition("-")
         yield int(first), int(last or first)
+
+
+# Bytes
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Joins some bytes, for `split_parts`."""
+    return b"".join([json.dumps([len(part) for part in parts]).encode(), b"\n", *parts])
+
+
+def split_parts(joined: bytes) -> list[bytes]:
+    """Returns what `join_parts` has joined."""
+    lengths, _, parts = joined.partition(b"\n")
+    ends = accumulate(json.loads(lengths), initial=0)
+    return [parts[begin:end] for begin, end in pairwise(ends)]
+
+
+# Reports
 
 
 class Reports(Sequence[R]):

@@ -6,7 +6,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -70,6 +71,16 @@ class Tracing:
             return
         for stage, watch in watches.items():
             self._recorder.follow(stage, watch)
+
+    @contextmanager
+    def span(self, name: str, began_s: float) -> Iterator[None]:
+        """Records a complete span that ends with the block, and leaves the spans as `leave` does."""
+        try:
+            yield
+        except Exception as error:
+            self.leave(name, began_s, error)
+            raise
+        self.leave(name, began_s, None)
 
     def leave(self, name: str, began_s: float, error: BaseException | None) -> None:
         """Leaves this rank's spans for rank 0, before the ranks settle the outcome.
@@ -138,7 +149,8 @@ def compare_clocks(world: World, hosts: Sequence[str], clock: Callable[[], float
     readings: list[Column] = []
     with world.together():
         for _ in range(_NUM_READINGS + 1):
-            read: list[Any] = world.agree("comparing clocks", lambda: {"clock": Each([clock()])})
-            readings += read[0]["clock"]
+            with world.step("comparing clocks") as step:
+                step.answer({"clock": Each([clock()])})
+            readings += step.answers[0]["clock"]
     times = [column.values() for column in readings[1:]]  # the first reading follows no decision
     return [median(each[0] - each[rank] for each in times) for rank in range(world.size)]

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import xxhash
 
 from fastload.base.threads import await_done
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.failures import logged, raise_failures, require_left, require_same_call
+from fastload.comm.failures import require_same_call, require_same_step
 from fastload.comm.hosts import host_of, node
 from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
-from fastload.comm.responses import Column, Each, write_response
+from fastload.comm.responses import Column, Each, read_responses, write_response
+from fastload.comm.steps import GatheringStep, Step
 from fastload.comm.store import FailureFlag
-from fastload.errors import OptionError, to_wire
+from fastload.errors import to_wire
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,10 +36,6 @@ _DELETED_AT_ONCE = 2  # decisions; deleting takes time
 _ERROR_BYTES = 2 << 20  # of all ranks together, to fit into one value of the store
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 @dataclass(slots=True)
 class CallState:
     """The progress of one rank through the steps of a call.
@@ -50,29 +45,19 @@ class CallState:
         last: The step before it, until its decision is acknowledged.
         under_way: Number of the step that this rank waits in, if any.
         has_left: Whether this rank has left the call.
+        in_block: Whether this rank is in the block of a step.
     """
 
     step: int = 0
     last: LastStep | None = None
     under_way: int | None = None
     has_left: bool = False
+    in_block: bool = False
 
     def take_step(self) -> int:
         """Returns the number of the next step."""
         step, self.step = self.step, self.step + 1
         return step
-
-
-def join_parts(parts: Sequence[bytes]) -> bytes:
-    """Joins some bytes, for `split_parts`."""
-    return b"".join([json.dumps([len(part) for part in parts]).encode(), b"\n", *parts])
-
-
-def split_parts(joined: bytes) -> list[bytes]:
-    """Returns what `join_parts` has joined."""
-    lengths, _, parts = joined.partition(b"\n")
-    ends = accumulate(json.loads(lengths), initial=0)
-    return [parts[begin:end] for begin, end in pairwise(ends)]
 
 
 class World:
@@ -141,33 +126,73 @@ class World:
 
     # Agreement
 
+    def step(self, what: str, *, is_long: bool = False) -> Step:
+        """Returns a block in which each rank does its part of a step and answers; see `steps.Step`.
+
+            with world.step("opening a checkpoint") as step:
+                step.answer(read())
+            found = step.answers
+
+        All ranks take the same steps, one after the other: a rank that takes another one, by its place in the
+        code, is a `PlanMismatch` on all.
+
+        Args:
+            what: Name of the step, for messages.
+            is_long: Whether a rank that fails sets the failure flag at once, and a late rank is waited for as
+                long as it makes progress.
+        """
+        return Step(self, what, _place(), is_long=is_long)
+
+    def gathering_step(self, what: str) -> GatheringStep:
+        """Returns the block of a step in which each rank answers bytes; these are two agreements."""
+        return GatheringStep(self, what, _place())
+
+    @property
+    def next_step(self) -> int:
+        """Number of the next step of the call."""
+        return self._state.step
+
+    def begin_step(self) -> int:
+        """Begins the block of a step; returns its number."""
+        assert not self._state.in_block, "a step in the block of another one"
+        self._state.in_block = True
+        return self.next_step
+
+    def end_step(self) -> None:
+        """Ends the block of a step."""
+        self._state.in_block = False
+
     def gather(
         self,
         what: str,
-        value: Any = None,
+        answer: str = "",
         error: BaseException | None = None,
         *,
         wait_s: float,
         attachment: bytes = b"",
+        place: str = "",
     ) -> Decision:
-        """Collects one JSON value, or one error, from every rank.
+        """Collects one answer, or one error, from every rank.
 
         Args:
             what: Name of the step, for messages.
-            value: Value of this rank.
-            error: The error that stopped this rank, instead of a value.
+            answer: The answer of this rank, in the form of `responses`.
+            error: The error that stopped this rank, instead of an answer.
             wait_s: How long to wait for the others.
-            attachment: Bytes of this rank for all; see `share`.
+            attachment: Bytes of this rank for all; see `Step.answer`.
+            place: Where the code takes the step.
+
+        Raises:
+            PlanMismatch: The ranks make different calls, or take different steps; on all ranks.
         """
         state = self._state
         step = state.under_way = state.take_step()
+        response = self._respond(answer, error, step, place)
         try:
-            response = self._respond(value, error, step)
-        except (TypeError, ValueError, RecursionError) as problem:  # other ranks wait for a response
-            refusal = OptionError(f"returned a value that is not JSON: {problem}")
-            response = self._respond(None, refusal, step)
-        try:
-            decision = self.rendezvous.decide(Proposal(what, step, response, wait_s, attachment))
+            if self.size == 1:
+                decision = Decision(0.0, read_responses(response, 1))
+            else:
+                decision = self.rendezvous.decide(Proposal(what, step, response, wait_s, attachment))
         except Exception:
             state.under_way = None
             raise
@@ -175,8 +200,10 @@ class World:
         self._nodes = decision.nodes or self._nodes
         num_others = decision.num_came - (decision.response_of(self.rank) is not None)
         state.last = LastStep(step, num_others, decision.failed, decision.in_tree)
-        if step == 0 and not decision.failed:
-            require_same_call(decision)
+        if not decision.failed:
+            if step == 0:
+                require_same_call(decision)
+            require_same_step(decision)
         return decision
 
     def agree(self, what: str, work: Callable[[], T]) -> list[T]:
@@ -187,81 +214,25 @@ class World:
             work: Returns a JSON value; an exception it raises is raised on all ranks.
 
         Raises:
-            FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not respond.
+            FastloadError: Work failed on a rank (see `joint_error`), or a rank did not respond.
         """
-        return self._agree(what, work).values
+        with Step(self, what, _place()) as step:
+            step.answer(work())
+        return step.answers
 
-    def _agree(
-        self,
-        what: str,
-        work: Callable[[], Any],
-        attachment: Sequence[bytes] = (),
-        left: Sequence[str] = (),
-    ) -> Decision:
-        """Does work on every rank.
-
-        Args:
-            what: Name of the step.
-            work: As for `agree`. It may add bytes for all ranks to `attachment`, and keys to `left`.
-            attachment: See `gather`.
-            left: Keys of bytes that no rank needs if the step fails.
-        """
-        value, error = None, None
-        try:
-            value = work()
-        except Exception as caught:
-            error = caught
-        try:
-            decision = self.gather(
-                what, value, error, wait_s=self.patience_s, attachment=b"".join(attachment)
-            )
-            if decision.failed:
-                self.rendezvous.delete_at_end(left)
-            self._require_success(what, decision, error)
-        finally:
-            error = None  # else error → traceback → frame → error would keep all their memory alive
-        return decision
-
-    def settle(
-        self,
-        what: str,
-        work: Callable[[], T],
-        *,
-        ended: Callable[[BaseException | None], object] = _ignore,
-        met: Callable[[], object] = _ignore,
-    ) -> list[T]:
+    def settle(self, what: str, work: Callable[[], T]) -> list[T]:
         """Does this rank's part of long work; returns the result of each rank, or raises on all ranks.
-
-        Unlike with `agree`, a rank that fails sets the failure flag at once, and a late rank is waited for as
-        long as it makes progress.
 
         Args:
             what: Name of the step, for messages.
             work: Returns a JSON value.
-            ended: Called with the error, if any, when this rank's part has ended.
-            met: Called once the ranks have met, whatever the outcome.
 
         Raises:
-            FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not respond.
+            FastloadError: Work failed on a rank (see `joint_error`), or a rank did not respond.
         """
-        value, error = None, None
-        try:
-            try:
-                value = work()
-            except Exception as caught:
-                error = caught
-                self.flag_failure()
-            with logged():
-                ended(error)
-            # A rank that is stuck reports it after its patience, so the others wait a little longer.
-            wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
-            decision = self.gather(what, value, error, wait_s=wait_s)
-            with logged():
-                met()
-            self._require_success(what, decision, error)
-        finally:
-            error = None  # else error → traceback → frame → error would keep all their memory alive
-        return decision.values
+        with Step(self, what, _place(), is_long=True) as step:
+            step.answer(work())
+        return step.answers
 
     def tell(
         self, what: str, report: T, on_report: Callable[[T], object] | None, *, some_listen: bool
@@ -277,22 +248,10 @@ class World:
         Raises:
             FastloadError: It raised on some rank.
         """
-
-        def tell() -> None:
-            if on_report is not None:
-                on_report(report)
-
         if some_listen:
-            self.agree(f"{what}: on_report", tell)
-
-    def _require_success(self, what: str, decision: Decision, own: BaseException | None) -> None:
-        """Raises on every rank if one has failed; see `failures.raise_failures`."""
-        if decision.failed:
-            self.acknowledge()
-            try:
-                raise_failures(what, decision, self.rank, own, hosts=self.hosts)
-            finally:
-                del own  # else error → traceback → frame → error would keep all their memory alive
+            with self.step(f"{what}: on_report"):
+                if on_report is not None:
+                    on_report(report)
 
     def acknowledge(self) -> None:
         """Ends the call on this rank, which has its last decision; never raises.
@@ -326,48 +285,20 @@ class World:
             CheckpointError: `make` raised it; the same on all ranks.
             PeerError: `make` raised another error, or a rank did not respond.
         """
-        step, made, left = self._state.step, list[bytes](), list[str]()
-        place = f"shared/{step}"
-
-        def publish() -> int:
-            if self.rank != source:
-                return 0
-            made.append(make())
-            left.extend(self.rendezvous.leave(what, place, made[0], limit_s=self.patience_s))
-            return len(left)
-
-        decision = self._agree(what, publish, made, left)
-        self.rendezvous.note_shared(step, place, decision.values[source])
-        if (data := decision.attachment) is None:
-            data = self.rendezvous.take(what, place, keep=True, limit_s=self.patience_s)
-        return require_left(what, data, source)
+        with Step(self, what, _place()) as step:
+            if self.rank == source:
+                step.answer(attach=make())
+        return step.attachment
 
     def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
         """Makes bytes on every rank and returns those of all; equal bytes travel once.
 
-        Rank 0 collects them for the others, so that not every rank asks the store for those of every other.
-
         Raises:
             FastloadError: Making them failed on a rank, or a rank did not respond.
         """
-        place = f"gathered/{self._state.step}"
-
-        def leave() -> str:
-            self.show_bytes(what, place, data := make())
-            return xxhash.xxh3_128_hexdigest(data)
-
-        digests = self.agree(what, leave)
-        sources = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-
-        def join() -> bytes:
-            found = [
-                require_left(what, self.take_bytes(what, place, rank, keep=True), rank)
-                for rank in sources.values()
-            ]
-            return join_parts(found)
-
-        found = dict(zip(sources, split_parts(self.share(what, 0, join)), strict=True))
-        return [found[digest] for digest in digests]
+        with GatheringStep(self, what, _place()) as step:
+            step.answer(make())
+        return step.answers
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for one rank, which takes them with `take_bytes`, from the same place, once."""
@@ -413,7 +344,7 @@ class World:
             steps.append(state.take_step())
             self.rendezvous.withdraw(
                 last,
-                [(step, self._respond(None, error, step)) for step in steps],
+                [(step, self._respond("", error, step)) for step in steps],
                 at_once=not isinstance(error, Exception),
             )
 
@@ -434,12 +365,20 @@ class World:
         finally:
             del work  # else error → traceback → frame → work → error would keep all their memory alive
 
-    def _respond(self, value: Any, error: BaseException | None, step: int) -> str:
-        wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
-        response = {"value": value, "error": wire}
+    def _respond(self, answer: str, error: BaseException | None, step: int, place: str = "") -> str:
+        """Returns this rank's response to a step, in the form of `responses`."""
+        about: dict[str, Any] = {"error": None, "place": place}
+        if error is not None:
+            about, answer = {"error": to_wire(error, _ERROR_BYTES // self.size)}, ""
         if step == 0:
-            response |= {"node": Each([self.node]), "call": self.rendezvous.call}
-        return write_response(self.rank, response)
+            about |= {"node": Each([self.node]), "call": self.rendezvous.call}
+        return answer + write_response(self.rank, about)
+
+
+def _place() -> str:
+    """Returns where the caller's caller is in the code: its module, and the line."""
+    frame = sys._getframe(2)
+    return f"{frame.f_globals['__name__']}:{frame.f_lineno}"
 
 
 # Decisions of rank 0

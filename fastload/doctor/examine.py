@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -124,10 +125,9 @@ def examine(launch: Launch, location: Location | None, options: LoadOptions) -> 
     world = next(worlds)
     met_s = time.monotonic() - began
     with world.together():
-        found = world.agree(
-            "looking around", lambda: asdict(look_around(world.rank, launch.master_addr, location))
-        )
-        facts = [Facts.from_dict(fields) for fields in found]
+        with world.step("looking around") as step:
+            step.answer(asdict(look_around(world.rank, launch.master_addr, location)))
+        facts = [Facts.from_dict(fields) for fields in step.answers]
         machines = [one.machine for one in facts]
         rates = measure_rates(world, [one.host for one in facts], machines)
         clocks_s = compare_clocks(world, machines, time.time)
@@ -175,16 +175,13 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
 def _measure(world: World, access: Access) -> Answers | None:
     """Has the first rank that reads measure requests for the largest file."""
     largest = max(access.manifest.files, key=lambda file: file.nbytes)
-
-    def work() -> dict[str, float] | None:
-        if world.rank != access.readers[0] or not largest.nbytes:
-            return None
-        try:
-            return asdict(measure_answers(access.storage, largest))
-        except StorageError:
-            return None  # a load will name it
-
-    found = world.agree("measuring requests", work)[access.readers[0]]
+    answers: Answers | None = None
+    with world.step("measuring requests") as step:
+        if world.rank == access.readers[0] and largest.nbytes:
+            with suppress(StorageError):  # a load will name it
+                answers = measure_answers(access.storage, largest)
+        step.answer(asdict(answers) if answers is not None else None)
+    found = step.answers[access.readers[0]]
     return Answers(**found) if found is not None else None
 
 
@@ -208,19 +205,20 @@ def measure_rates(world: World, hosts: Sequence[str], machines: Sequence[str]) -
     number = leaders.index(world.rank) if world.rank in leaders else None
     ring = _Ring(number, len(leaders)) if number is not None else None
     try:
-        opened = world.agree("finding the other hosts", ring.open if ring else dict)
+        with world.step("finding the other hosts") as finding:
+            finding.answer(ring.open() if ring else {})
         if ring:
-            ring.connect([opened[leader] for leader in leaders])
-        trials = world.agree("trying the links", lambda: ring.trial() if ring else 0.0)
-        rates = [trials[leader] for leader in leaders]
+            ring.connect([finding.answers[leader] for leader in leaders])
+        with world.step("trying the links") as trying:
+            trying.answer(ring.trial() if ring else 0.0)
+        rates = [trying.answers[leader] for leader in leaders]
         count = min(_MOST, max(_FEWEST, round(_AIM_S * min(rates) / _MESSAGE_BYTES)))
-        found = world.agree(
-            "measuring the links", lambda: asdict(ring.result(hosts, leaders, count)) if ring else {}
-        )
+        with world.step("measuring the links") as measuring:
+            measuring.answer(asdict(ring.result(hosts, leaders, count)) if ring else {})
     finally:
         if ring:
             ring.links.drop()
-    return [HostRate(**found[leader]) for leader in leaders]
+    return [HostRate(**measuring.answers[leader]) for leader in leaders]
 
 
 class _Ring:

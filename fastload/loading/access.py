@@ -136,20 +136,11 @@ def open_access(
     patience = Patience(options.retries, world.patience_s / 2)
     same = {**call, **options.shared_values()}
 
-    def connect(location: Location) -> PatientStorage:
-        if (seal := location_of_seal(location)) is None:
-            return open_patiently(location, NAMES, storage_options, io=options.io, patience=patience)
-        storage = open_storage(location, NAMES, storage_options, io=options.io, patience=patience)
-        open_seal = partial(open_patiently, seal, NAMES, storage_options, io=options.io, patience=patience)
-        return SealableFile(storage, patience, open_seal)
-
-    def open_at(location: Location) -> Access:
-        return agree_on_access(world, location.url, partial(connect, location), same, read)
-
+    connect = partial(_connect, storage_options=storage_options, io=options.io, patience=patience)
     with world.together():
-        access = open_at(location)
+        access = agree_on_access(world, location.url, partial(connect, location), same, read)
         if access.manifest.delta is not None:
-            access = _open_bases(world, access, location, options.bases, connect, open_at)
+            access = _open_bases(world, access, location, options.bases, connect, same, read)
         if not (isinstance(options, LoadOptions) and options.dequantize):
             return access
         try:
@@ -159,17 +150,28 @@ def open_access(
             raise
 
 
+def _connect(
+    location: Location, *, storage_options: Mapping[str, Any] | None, io: str, patience: Patience
+) -> PatientStorage:
+    """Opens the storage of a checkpoint, which may be a single file with a seal next to it."""
+    if (seal := location_of_seal(location)) is None:
+        return open_patiently(location, NAMES, storage_options, io=io, patience=patience)
+    storage = open_storage(location, NAMES, storage_options, io=io, patience=patience)
+    open_seal = partial(open_patiently, seal, NAMES, storage_options, io=io, patience=patience)
+    return SealableFile(storage, patience, open_seal)
+
+
 def _locate_base(
     world: World, access: Access, location: Location, bases: str | os.PathLike[str] | None, connect: Connect
 ) -> Location:
     """Returns where the base of a delta is, as one rank sees it."""
     delta, reader = access.manifest.delta, access.readers[0]
     assert delta is not None
-
-    def look() -> bool:
-        return world.rank == reader and is_next_to_base(access.manifest, location, connect)
-
-    is_near = bases is None or world.agree(f"searching the base of {access.manifest.url}", look)[reader]
+    if bases is None:
+        return location_of_base(delta.base, location, None)
+    with world.step(f"searching the base of {access.manifest.url}") as step:
+        step.answer(world.rank == reader and is_next_to_base(access.manifest, location, connect))
+    is_near = step.answers[reader]
     return location_of_base(delta.base, location, None if is_near else bases)
 
 
@@ -179,7 +181,8 @@ def _open_bases(
     location: Location,
     bases: str | os.PathLike[str] | None,
     connect: Connect,
-    open_at: Callable[[Location], Access],
+    call: Mapping[str, Any],
+    read: Callable[[Storage], Manifest],
 ) -> Access:
     """Opens the bases of a delta, and returns the access to its result.
 
@@ -191,7 +194,7 @@ def _open_bases(
         while chain[-1].manifest.delta is not None:
             location = _locate_base(world, chain[-1], location, bases, connect)
             try:
-                chain.append(open_at(location))
+                chain.append(agree_on_access(world, location.url, partial(connect, location), call, read))
             except CheckpointNotFound as error:
                 raise missing_base(chain[-1].manifest, location, error) from None
             require_base(chain[-2].manifest, chain[-1].manifest)
@@ -219,17 +222,14 @@ def _open_bases(
 def _dequantized(world: World, access: Access) -> Manifest:
     """Returns the manifest with dequantised weights; one rank reads their configuration, for all."""
     manifest, storage = access.manifest, access.storage
-
-    def read() -> bytes:
-        if manifest.structure is not None:
-            raise OptionError(f"{manifest.url}: dequantize= is for Hugging Face's checkpoints only")
-        text = read_limited(storage, CONFIG_NAME, "configuration", _MAX_CONFIG_BYTES)
-        dequantized(manifest, parse_json(text, storage.label(CONFIG_NAME)))
-        return text
-
-    what = f"reading the quantization of {manifest.url}"
-    text = world.share(what, access.readers[0], read) if world.size > 1 else read()
-    return dequantized(manifest, parse_json(text, CONFIG_NAME))
+    with world.step(f"reading the quantization of {manifest.url}") as step:
+        if world.rank == access.readers[0]:
+            if manifest.structure is not None:
+                raise OptionError(f"{manifest.url}: dequantize= is for Hugging Face's checkpoints only")
+            text = read_limited(storage, CONFIG_NAME, "configuration", _MAX_CONFIG_BYTES)
+            dequantized(manifest, parse_json(text, storage.label(CONFIG_NAME)))
+            step.answer(attach=text)
+    return dequantized(manifest, parse_json(step.attachment, CONFIG_NAME))
 
 
 def agree_on_access(
@@ -296,9 +296,10 @@ class _Opening:
     def run(self, url: str, call: Mapping[str, Any], *, is_last: bool) -> Access | None:
         """Returns None if the checkpoint was replaced meanwhile, and this is not the last attempt."""
         world = self._world
-        responses = world.agree(f"opening {url}", partial(self._look, call))
-        storage = self._storage
-        assert storage is not None
+        with world.step(f"opening {url}") as step:
+            storage = self._storage = self._connect()
+            step.answer(self._look(storage, call))
+        responses = step.answers
         kinds = kinds_of(responses)
         require_same([one["call"] for one in responses])
         views = [one["sees"] for one in responses]
@@ -333,9 +334,8 @@ class _Opening:
         if self._storage is not None:
             self._storage.close()
 
-    def _look(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _look(self, storage: PatientStorage, call: Mapping[str, Any]) -> dict[str, Any]:
         world = self._world
-        self._storage = storage = self._connect()
         # Where a look costs a request, rank 0 looks when it reads the manifest.
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
         has_it = sees == Sight.CHECKPOINT
@@ -363,24 +363,24 @@ class _Opening:
 
     def _share_manifest(self, storage: PatientStorage, source: int, *, is_last: bool) -> None:
         """Reads the headers on one rank, for all. Leaves no manifest if the checkpoint was replaced."""
-        world = self._world
-
-        def read() -> bytes:
-            try:
-                self._manifest = self._manifest or self._read(storage)
-            except (IncompleteCheckpoint, ManifestError) as error:
-                if is_last or not self._is_outdated(storage):
-                    raise
-                _log.info("%s: opened again, since it was replaced meanwhile: %s", storage.url, error)
-                return _REPLACED
-            return self._manifest.to_bytes() if world.size > 1 else b""
-
-        what = f"reading the headers of {storage.url}"
-        packed = world.share(what, source, read) if world.size > 1 else read()
-        if packed == _REPLACED:
+        with self._world.step(f"reading the headers of {storage.url}") as step:
+            if self._world.rank == source:
+                step.answer(attach=self._read_packed(storage, is_last=is_last))
+        if step.attachment == _REPLACED:
             self._manifest = None
         elif self._manifest is None:
-            self._manifest = Manifest.from_bytes(packed)
+            self._manifest = Manifest.from_bytes(step.attachment)
+
+    def _read_packed(self, storage: PatientStorage, *, is_last: bool) -> bytes:
+        """Reads the headers; returns the manifest for the other ranks."""
+        try:
+            self._manifest = self._manifest or self._read(storage)
+        except (IncompleteCheckpoint, ManifestError) as error:
+            if is_last or not self._is_outdated(storage):
+                raise
+            _log.info("%s: opened again, since it was replaced meanwhile: %s", storage.url, error)
+            return _REPLACED
+        return self._manifest.to_bytes() if self._world.size > 1 else b""
 
     def _is_outdated(self, storage: PatientStorage) -> bool:
         """Whether the files have changed since the storage listed them."""
@@ -397,16 +397,13 @@ def reopen_exactly(world: World, access: Access) -> Access:
     Raises:
         FastloadError: As when it was opened.
     """
-    storage, own = access.storage, list[Manifest]()
+    storage, manifest = access.storage, None
     _log.info("%s: opened again, since layouts were not as inferred", storage.url)
-
-    def read() -> bytes:
-        own.append(read_manifest(storage, exact=True))
-        return own[0].to_bytes()
-
-    what = f"reading all layouts of {storage.url}"
-    packed = world.share(what, access.readers[0], read) if world.size > 1 else read()
-    return replace(access, manifest=own[0] if own else Manifest.from_bytes(packed))
+    with world.step(f"reading all layouts of {storage.url}") as step:
+        if world.rank == access.readers[0]:
+            manifest = read_manifest(storage, exact=True)
+            step.answer(attach=manifest.to_bytes())
+    return replace(access, manifest=manifest or Manifest.from_bytes(step.attachment))
 
 
 def _files_seen(storage: Storage) -> str:
@@ -429,32 +426,36 @@ def _compare(
     Metadata and headers are the same in every step of a training. Copies without a commit record are
     therefore compared by samples of the data, too.
     """
-
-    def look() -> tuple[str, bool]:
+    with world.step(f"comparing what the ranks see of {storage.url}") as step:
         if not sees:
-            return f"does not see {storage.url}", False
-        return ("", False) if world.rank == source else _difference(storage, manifest, source)
-
-    looks = world.agree(f"comparing what the ranks see of {storage.url}", look)
-    notes = {rank: note for rank, (note, _) in enumerate(looks) if note}
-    copies = {rank for rank, (note, is_copy) in enumerate(looks) if is_copy and not note}
+            step.answer((f"does not see {storage.url}", False))
+        else:
+            step.answer(("", False) if world.rank == source else _difference(storage, manifest, source))
+    notes = {rank: note for rank, (note, _) in enumerate(step.answers) if note}
+    copies = {rank for rank, (note, is_copy) in enumerate(step.answers) if is_copy and not note}
     if not copies or manifest.format == "fastload":  # whose record is compared
         return notes
     what = f"comparing data of {storage.url}"
-    wanted = world.share(what, source, partial(_read_samples, storage, manifest))
+    with world.step(what) as sampling:
+        if world.rank == source:
+            sampling.answer(attach=_read_samples(storage, manifest))
+    with world.step(what) as step:
+        is_copy = world.rank in copies
+        step.answer(_other_data(storage, manifest, sampling.attachment, source) if is_copy else "")
+    return notes | {rank: note for rank, note in enumerate(step.answers) if note}
 
-    def compare() -> str:
-        try:
-            found = _sample_that_differs(storage, manifest, wanted) if world.rank in copies else None
-        except StorageError as error:
-            return f"cannot read it: {error}"
-        if found is None:
-            return ""
-        label = manifest.files[found.file].name or storage.url
-        place = f"{label} [bytes {found.offset}-{found.offset + found.nbytes}]"
-        return f"sees other data than rank {source} in {place}: not the same checkpoint"
 
-    return notes | {rank: note for rank, note in enumerate(world.agree(what, compare)) if note}
+def _other_data(storage: PatientStorage, manifest: Manifest, wanted: bytes, source: int) -> str:
+    """Returns where data differ from those of the source; empty if all samples agree."""
+    try:
+        found = _sample_that_differs(storage, manifest, wanted)
+    except StorageError as error:
+        return f"cannot read it: {error}"
+    if found is None:
+        return ""
+    label = manifest.files[found.file].name or storage.url
+    place = f"{label} [bytes {found.offset}-{found.offset + found.nbytes}]"
+    return f"sees other data than rank {source} in {place}: not the same checkpoint"
 
 
 def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -70,20 +70,14 @@ def _patched(session: Session, request: Request) -> Match:
     opened = session.opened
     world, access = opened.world, opened.access
     levels = [access.manifest, *access.ancestors]
-    found: list[tuple[Match, _Candidates]] = []
-
-    def look() -> dict[str, Any]:
+    with world.step(f"comparing tensors with {access.manifest.url} and its bases") as step:
         matched = opened.match(request)
-        found.append((matched, candidates := _Candidates(access.manifest, matched.destinations)))
+        candidates = _Candidates(access.manifest, matched.destinations)
         affordable = levels[: _num_affordable(opened) + 1]
         held = [number for number, level in enumerate(affordable) if candidates.may_hold(level)]
-        return {"held": held, "regions": Each([candidates.digest])}
-
-    what = f"comparing tensors with {access.manifest.url} and its bases"
-    responses = world.agree(what, look)
-    matched, candidates = found[0]
-    known = set.intersection(*(set(each["held"]) for each in responses))
-    digests = responses[0]["regions"][0].by_rank()
+        step.answer({"held": held, "regions": Each([candidates.digest])})
+    known = set.intersection(*(set(one["held"]) for one in step.answers))
+    digests = step.answers[0]["regions"][0].by_rank()
     if not known or not any(digests.values()):
         return matched
     peers = [rank for rank, digest in digests.items() if digest == digests[world.rank]]
@@ -96,15 +90,12 @@ def _patched(session: Session, request: Request) -> Match:
             _read(opened, session.delta(delta), levels[delta + 1], candidates)
             for delta in reversed(range(number))
         ]
-
-        def verify() -> None:
+        with world.step(f"verifying the result of {access.manifest.url}", is_long=True):
             for patch in patches:
                 patch.require_valid()
             if patches:
                 proof.begin(access.manifest, patches, peers.index(world.rank), len(peers))
             proof.await_all()
-
-        world.settle(f"verifying the result of {access.manifest.url}", verify)
     finally:
         proof.close()
     return _without(matched, proof.held, patches)
@@ -362,14 +353,11 @@ def _read(opened: Opened, session: Session, base: Manifest, candidates: _Candida
                 BoxRequest({changes[name].counts.name: [box] for name, box in counts.items() if box[0].numel})
             )
             parts: dict[str, list[tuple[_Part, tuple[Box, Tensor], tuple[Box, Tensor]]]] = {}
-
-            def find() -> None:
+            # Together: only the ranks that want a tensor see its counts.
+            with opened.world.step(f"finding the changes in {stored.url}"):
                 for name, regions in wanted.items():
                     table = SegmentTable.of(changes[name], stored.block_bytes, counts[name][1], stored.url)
                     parts[name] = [_new_part(changes[name], table, region) for region in regions]
-
-            # Together: only the ranks that want a tensor see its counts.
-            opened.world.agree(f"finding the changes in {stored.url}", find)
             boxes: dict[str, list[tuple[Box, Tensor]]] = {}
             for of_tensor in parts.values():
                 for part, *of_part in of_tensor:

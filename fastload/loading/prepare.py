@@ -8,8 +8,8 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -265,45 +265,58 @@ def prepare(
         FastloadError: A rank cannot load, or the requests of the ranks do not fit each other.
     """
     start = start or LoadStart.now(opened)
-    found: list[MatchedRequest] = []
-    jobs: list[Job] = []
-
-    @uncollected
-    def make() -> dict[str, Any]:
-        found.append(matched := MatchedRequest.of(opened, match or opened.match(request), start))
-        destinations = matched.match.destinations
-        if all(one.runs is None for one in destinations) and opened.access.holders is None:
-            jobs.append(_open_common(matched))
-        wanted = [
-            one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
-            for one in destinations
-        ]
-        return {
-            "strategy": matched.decision.strategy,
-            "backend": matched.backend,
-            "detour": matched.detour,
-            "into": "not given" if request.is_same else "given",
-            "dtype": str(parse_dtype(request.dtype)),
-            "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
-            "surplus": _digest(surplus) if (surplus := matched.match.surplus.names) else "",
-            **(_terms(jobs[0]) if jobs else {"transport": "", "plan": "", "offer": None}),
-        }
-
     what = f"preparing to load {opened.access.manifest.url}"
     state_copies.wait()
-    with _closing_unused(jobs):
-        responses = opened.world.agree(what, make)
-        matched = found[0]
+    with ExitStack() as unused:
+        with opened.world.step(what) as step:
+            matched, job = _match(opened, request, match, start)
+            if job is not None:
+                unused.enter_context(closing(job))
+            step.answer(_proposal(request, matched, job))
+        responses = step.answers
         require_same(responses, "into", "dtype")
         if request.is_same:
             require_same(responses, "strategy", "names", "transport", "plan")
         kinds = kinds_of(responses)
         _raise_unexpected(matched, [one["surplus"] for one in kinds])
-        if all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour"):
-            return _accepted(what, jobs, responses)
+        is_common = all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour")
+        if job is not None and is_common:
+            accept(what, job, responses)
+            unused.pop_all()
+            return job
+    job = None  # closed, and its buffers go before others are made
     if not _is_same(kinds, "backend", "detour"):
         matched = matched.through_hosts()  # the devices differ between the ranks, and so do their strategies
     return _prepare_sharded(matched)
+
+
+@uncollected
+def _match(
+    opened: Opened, request: Request, match: Match | None, start: LoadStart
+) -> tuple[MatchedRequest, Job | None]:
+    """Matches a request of this rank, and opens its load if all ranks may want the same."""
+    matched = MatchedRequest.of(opened, match or opened.match(request), start)
+    if opened.access.holders is not None or any(one.runs is not None for one in matched.match.destinations):
+        return matched, None
+    return matched, _open_common(matched)
+
+
+def _proposal(request: Request, matched: MatchedRequest, job: Job | None) -> dict[str, Any]:
+    """Returns what the ranks compare of their requests."""
+    wanted = [
+        one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
+        for one in matched.match.destinations
+    ]
+    return {
+        "strategy": matched.decision.strategy,
+        "backend": matched.backend,
+        "detour": matched.detour,
+        "into": "not given" if request.is_same else "given",
+        "dtype": str(parse_dtype(request.dtype)),
+        "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
+        "surplus": _digest(surplus) if (surplus := matched.match.surplus.names) else "",
+        **(terms_of(job) if job is not None else {"transport": "", "plan": "", "offer": None}),
+    }
 
 
 def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
@@ -319,8 +332,8 @@ def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
         surplus.raise_unwanted(manifest.url, surplus.names)
     elif unwanted := sorted(_unwanted_by_all(world, manifest, surplus.names)):
         # Together: a rank that leaves takes the bytes along that it has left for the others.
-        what = f"preparing to load {manifest.url}"
-        world.agree(what, lambda: surplus.raise_unwanted(manifest.url, unwanted))
+        with world.step(f"preparing to load {manifest.url}"):
+            surplus.raise_unwanted(manifest.url, unwanted)
 
 
 def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:
@@ -329,16 +342,6 @@ def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:
 
 def _digest(names: Sequence[str]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
-
-
-@contextmanager
-def _closing_unused(jobs: list[Job]) -> Iterator[None]:
-    """Closes the jobs that are still in a list at the end, none of which has begun."""
-    try:
-        yield
-    finally:
-        while jobs:
-            jobs.pop().close()
 
 
 # All ranks want the same tensors, none in parts
@@ -420,56 +423,52 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
     Raises:
         FastloadError: On some rank options do not fit, or it did not respond.
     """
-    opened = matched.opened
-    manifest = opened.access.manifest
-    what = f"telling what each rank wants of {manifest.url}"
-    wanted: list[RankRequest] = []
-
-    def tell() -> bytes:
-        wanted.append(request_of(manifest, matched.match.destinations))
-        return wanted[0].packed
-
-    packed = opened.world.gather_bytes(what, tell)
-
-    def open_it() -> Job:
-        requests = RankRequests.unpack(packed)
-        # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
-        alone = matched.decision.alone
-        contiguous = opened.access.is_mounted and not alone
-        sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
-        bytes_wanted = sharing.union_bytes
-        if alone:
-            own = RankRequests((wanted[0],), ((opened.world.rank,),))
-            sharing = SharingGroups(manifest.extents, own, opened.block_bytes)
-        plan = plan_routes(
-            sharing,
-            matched.decision.readers_for(opened.world.rank),
-            order=ring_order(opened.access.hosts),
-            staging_bytes=opened.options.staging_bytes,
-            chunk_bytes=opened.options.chunk_bytes,
-            holders=opened.access.holders,
-            to_device=bool(matched.backend) or (alone and is_accelerator(matched.match.device)),
-        )
-        return open_job(matched, plan, bytes_wanted)
-
-    return open_on_all(matched, open_it)
+    world, manifest = matched.opened.world, matched.opened.access.manifest
+    with world.gathering_step(f"telling what each rank wants of {manifest.url}") as gathered:
+        own = request_of(manifest, matched.match.destinations)
+        gathered.answer(own.packed)
+    what = f"planning to load {manifest.url}"
+    with ExitStack() as unused:
+        with world.step(what) as step:
+            job = unused.enter_context(closing(_open_sharded(matched, own, gathered.answers)))
+            step.answer(terms_of(job))
+        accept(what, job, step.answers)
+        unused.pop_all()
+    return job
 
 
-def open_on_all(matched: MatchedRequest, open_it: Callable[[], Job]) -> Job:
-    """Opens a load on all ranks, and compares the plans."""
-    jobs: list[Job] = []
+@uncollected
+def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[bytes]) -> Job:
+    """Opens a load whose ranks want different bytes.
 
-    @uncollected
-    def make() -> dict[str, Any]:
-        jobs.append(open_it())
-        return _terms(jobs[0])
+    Args:
+        matched: The request of this rank.
+        own: The bytes that it wants.
+        packed: `RankRequest.packed` of each rank.
+    """
+    opened, decision = matched.opened, matched.decision
+    extents = opened.access.manifest.extents
+    # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
+    contiguous = opened.access.is_mounted and not decision.alone
+    requests = RankRequests.unpack(packed)
+    sharing = SharingGroups(extents, requests, opened.block_bytes, contiguous=contiguous)
+    bytes_wanted = sharing.union_bytes
+    if decision.alone:
+        requests = RankRequests((own,), ((opened.world.rank,),))
+        sharing = SharingGroups(extents, requests, opened.block_bytes)
+    plan = plan_routes(
+        sharing,
+        decision.readers_for(opened.world.rank),
+        order=ring_order(opened.access.hosts),
+        staging_bytes=opened.options.staging_bytes,
+        chunk_bytes=opened.options.chunk_bytes,
+        holders=opened.access.holders,
+        to_device=bool(matched.backend) or (decision.alone and is_accelerator(matched.match.device)),
+    )
+    return open_job(matched, plan, bytes_wanted)
 
-    what = f"planning to load {matched.opened.access.manifest.url}"
-    with _closing_unused(jobs):
-        return _accepted(what, jobs, matched.opened.world.agree(what, make))
 
-
-def _terms(job: Job) -> dict[str, Any]:
+def terms_of(job: Job) -> dict[str, Any]:
     """Returns what the ranks compare of a job that each has opened, and how they connect."""
     plan, transport = job.pipeline.plan, job.pipeline.transport
     is_own = job.matched.decision.alone and isinstance(plan, RoutedPlan)
@@ -477,12 +476,17 @@ def _terms(job: Job) -> dict[str, Any]:
     return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
 
 
-def _accepted(what: str, jobs: list[Job], responses: Sequence[Mapping[str, Any]]) -> Job:
-    """Takes a job from a list, once its transport has the offers of all ranks."""
+def accept(what: str, job: Job, responses: Sequence[Mapping[str, Any]]) -> None:
+    """Compares the jobs of all ranks, and passes their offers to the transport.
+
+    Args:
+        what: Name of the step, for messages.
+        job: The job of this rank.
+        responses: `terms_of` the job of each rank.
+    """
     require_same(responses, "transport", "plan")
-    world, transport = jobs[0].matched.opened.world, jobs[0].pipeline.transport
+    world, transport = job.matched.opened.world, job.pipeline.transport
     accept_offers(world, what, transport, [one["offer"] for one in responses])
-    return jobs.pop()
 
 
 def open_rest(job: Job, unread_from: Mapping[int, int]) -> Job:
@@ -541,9 +545,9 @@ def _unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -
         FastloadError: A rank did not respond.
     """
     names = [entry.name for entry in manifest.tensors]
-    what = f"comparing what the ranks do not want of {manifest.url}"
-    packed = world.gather_bytes(what, lambda: _pack_names(surplus, names))
-    found = [_unpack_names(data) for data in set(packed)]
+    with world.gathering_step(f"comparing what the ranks do not want of {manifest.url}") as step:
+        step.answer(_pack_names(surplus, names))
+    found = [_unpack_names(data) for data in set(step.answers)]
     mask = reduce(and_, (mask for mask, _ in found))
     others = reduce(and_, (others for _, others in found))
     return {name for index, name in enumerate(names) if mask >> index & 1} | others

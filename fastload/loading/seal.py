@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from fastload.comm.hosts import host_of
+from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, ChecksumError
 from fastload.formats.manifest import Manifest, blocks_of_files
@@ -52,20 +54,20 @@ def seal(
             compare_sha_256(session)
             hasher = ChecksumCollector(access.manifest)
             reading = CompleteRead(session, hasher)
-            found = reading.run("seal", dict)
+            with closing(reading):
+                reading.compare_calls("seal")
+                with world.step(reading.what, is_long=True) as read:
+                    read.answer({"report": Each(reading.run().pack())})
             texts = _texts(session, hasher)
-
-            def write() -> None:
+            with world.step(f"writing {url_of_seal(access.manifest)}"):
                 if world.rank in texts:
                     patience = Patience(options.retries, world.patience_s)
                     place, name = location, SEAL_NAME
                     if is_single_file(access.manifest):
                         place, name = _next_to(location)
                     put_next_to(place, NAMES, name, texts[world.rank], storage_options, patience=patience)
-
-            world.agree(f"writing {url_of_seal(access.manifest)}", write)
             world.acknowledge()
-            return reading.report(found)
+            return reading.report(read.answers)
     finally:
         session.close()
 
@@ -104,11 +106,9 @@ def _texts(session: Session, hasher: ChecksumCollector) -> dict[int, bytes]:
     """
     world, access = session.opened.world, session.opened.access
     manifest = access.manifest
-
-    def pack() -> bytes:
-        return b"".join([array("Q", hasher.checksums).tobytes(), *hasher.checksums.values()])
-
-    packed = world.gather_bytes(f"gathering the checksums of {manifest.url}", pack)
+    with world.gathering_step(f"gathering the checksums of {manifest.url}") as step:
+        step.answer(b"".join([array("Q", hasher.checksums).tobytes(), *hasher.checksums.values()]))
+    packed = step.answers
     teams = {team[0]: team for team in (team_of(access, reader) for reader in access.readers)}
     texts = {writer: _text(manifest, [packed[rank] for rank in team]) for writer, team in teams.items()}
     if len(set(texts.values())) > 1:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 from fastload.base.devices import is_accelerator
+from fastload.base.threads import raise_first
 from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
@@ -23,7 +23,7 @@ from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.aliases import raise_differing
 from fastload.loading.match import Match, Request
 from fastload.loading.prefetch import BackgroundReads, Prefetch
-from fastload.loading.prepare import Job, LoadStart, Opened, open_on_all, open_rest, prepare
+from fastload.loading.prepare import Job, LoadStart, Opened, accept, open_rest, prepare, terms_of
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.transfer.read import HeldBytes, Verifier
@@ -137,11 +137,9 @@ class Session:
             self.delta(0).prefetch()
             return
 
-        def begin() -> None:
-            self._prefetch = Prefetch(self.opened)
-
         try:
-            self.opened.world.agree(f"prefetching {self.manifest.url}", begin)
+            with self.opened.world.step(f"prefetching {self.manifest.url}"):
+                self._prefetch = Prefetch(self.opened)
         except BaseException:
             self._end_prefetch()
             raise
@@ -155,21 +153,17 @@ class Session:
         for session in self._deltas.values():
             session.await_prefetch()
         while (prefetch := self._prefetch) is not None:
-            held: list[HeldBytes] = []
-
-            def work(prefetch: Prefetch = prefetch, held: list[HeldBytes] = held) -> bool:
-                held.append(prefetch.wait(self.opened.world))
-                return prefetch.reader.is_misread
-
             try:
-                responses = self.opened.world.settle(f"prefetching {self.manifest.url}", work)
+                with self.opened.world.step(f"prefetching {self.manifest.url}", is_long=True) as step:
+                    held = prefetch.wait(self.opened.world)
+                    step.answer(prefetch.reader.is_misread)
             finally:
                 self._end_prefetch()
-            if any(responses):
+            if any(step.answers):
                 self.reopen_exactly()
                 self.prefetch()
             else:
-                self._held = held[0], prefetch.holders()
+                self._held = held, prefetch.holders()
 
     @property
     def is_prefetched(self) -> bool:
@@ -238,16 +232,14 @@ class Session:
             FastloadError: A rank failed; nothing has changed.
         """
         world, plan, reader = job.matched.opened.world, job.pipeline.plan, job.pipeline.reader
-
-        def work() -> bool:
-            view, held = plan.view(world.rank), reader.held or HeldBytes()
-            chunks = [held.lacking(view.reads(index)) for index in range(plan.num_rounds)]
-            reader.held = held.joined(BackgroundReads(reader, chunks).wait(world))
-            return reader.is_misread
-
         is_ready = False
         try:
-            is_ready = not any(world.settle(f"reading {self.manifest.url}", work))
+            with world.step(f"reading {self.manifest.url}", is_long=True) as step:
+                view, held = plan.view(world.rank), reader.held or HeldBytes()
+                chunks = [held.lacking(view.reads(index)) for index in range(plan.num_rounds)]
+                reader.held = held.joined(BackgroundReads(reader, chunks).wait(world))
+                step.answer(reader.is_misread)
+            is_ready = not any(step.answers)
         finally:
             if not is_ready:
                 job.close()
@@ -260,17 +252,17 @@ class Session:
             FastloadError: A rank failed; the tensors may hold some of their bytes.
         """
         try:
-            return self.finish(job, job.run)
+            return self.finish(job)
         except FastloadError as error:
             error.is_partial = True
             raise
 
-    def finish(self, job: Job, move: Callable[[], None]) -> Loaded | None:
-        """Agrees with all ranks on the outcome of a load, and restores the state.
+    def finish(self, job: Job, stream_errors: list[BaseException] | None = None) -> Loaded | None:
+        """Moves the data, agrees with all ranks on the outcome of the load, and restores the state.
 
         Args:
             job: The load; closed in the end.
-            move: Moves the data, or raises the error of a stream that has moved them.
+            stream_errors: The errors of a stream that has moved the data; emptied.
 
         Returns:
             The outcome; None if the data have to be loaded again: they were not laid out as the manifest
@@ -279,7 +271,7 @@ class Session:
         Raises:
             FastloadError: A rank failed, or tensors of one memory differ.
         """
-        responses, broken = self._move(job, move)
+        responses, broken = self._move(job, stream_errors)
         access = self.opened.access
         self.opened = replace(
             self.opened, access=access.without(broken), num_retries=access.storage.num_retries
@@ -293,43 +285,18 @@ class Session:
             _warn(self.report, broken)
         return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
 
-    def _move(self, job: Job, move: Callable[[], None]) -> tuple[list[dict[str, Any]], Collection[int]]:
+    def _move(
+        self, job: Job, stream_errors: list[BaseException] | None
+    ) -> tuple[list[dict[str, Any]], Collection[int]]:
         """Moves all data, those of readers that fail too; arguments are those of `finish`.
 
         Returns:
             The responses of the ranks, and the readers that failed.
         """
-        opened, world = job.matched.opened, job.matched.opened.world
-        what = f"loading {self.manifest.url}"
-        passes, broken, aliases = [job], set[int](), job.matched.match.aliases
-
-        def work() -> dict[str, Any]:
-            try:
-                move()
-            except Interrupted as error:
-                if self.is_closed:  # perhaps no other rank has failed
-                    raise WorldError(
-                        f"{self.manifest.url}: this checkpoint was closed during a load"
-                    ) from error
-                raise
-            return {
-                "report": Each(_report_rank(passes).pack()),
-                "unread_from": passes[-1].pipeline.unread_from,
-                "calls": job.matched.match.calls or opened.options.on_report is not None,
-                "is_misread": any(one.pipeline.reader.is_misread for one in passes),
-                "differing": [line for memory in aliases for line in memory.differing],
-                # Between devices, chunks that could not be read are placed, too, before they are read again.
-                "is_unsure": bool(aliases) and is_accelerator(job.matched.match.device),
-            }
-
+        passes, broken = [job], set[int]()
         try:
             while True:
-                responses = world.settle(
-                    what,
-                    work,
-                    ended=lambda error: opened.tracing.leave("load", job.matched.start.at_s, error),
-                    met=lambda: opened.tracing.write({"what": what, "bytes_wanted": job.bytes_wanted}),
-                )
+                responses = self._move_on_all(passes, stream_errors)
                 unread_from = {
                     rank: one["unread_from"]
                     for rank, one in enumerate(responses)
@@ -338,11 +305,47 @@ class Session:
                 if not unread_from:
                     return responses, broken | job.pipeline.broken
                 broken |= unread_from.keys()
-                rest = partial(open_rest, passes[-1], unread_from)
-                passes.append(open_on_all(job.matched, rest))
-                move = passes[-1].run
+                passes.append(self._open_rest_on_all(passes[-1], unread_from))
+                stream_errors = None
         finally:
             passes[-1].close()
+
+    def _move_on_all(
+        self, passes: Sequence[Job], stream_errors: list[BaseException] | None
+    ) -> list[dict[str, Any]]:
+        """Moves the data of the last pass on all ranks; returns their responses."""
+        job, tracing, what = passes[0], self.opened.tracing, f"loading {self.manifest.url}"
+        try:
+            with self.opened.world.step(what, is_long=True) as step:
+                with tracing.span("load", job.matched.start.at_s):
+                    self._run_rounds(passes[-1], stream_errors)
+                    response = _response(passes)
+                step.answer(response)
+        finally:
+            tracing.write({"what": what, "bytes_wanted": job.bytes_wanted})
+        return step.answers
+
+    def _run_rounds(self, job: Job, stream_errors: list[BaseException] | None) -> None:
+        try:
+            if stream_errors is None:
+                job.run()
+            else:
+                raise_first(stream_errors)
+        except Interrupted as error:
+            if self.is_closed:  # perhaps no other rank has failed
+                raise WorldError(f"{self.manifest.url}: this checkpoint was closed during a load") from error
+            raise
+
+    def _open_rest_on_all(self, job: Job, unread_from: Mapping[int, int]) -> Job:
+        """Opens the load of what failed readers did not read; see `open_rest`."""
+        what = f"planning to load {self.manifest.url}"
+        with ExitStack() as unused:
+            with self.opened.world.step(what) as step:
+                rest = unused.enter_context(closing(open_rest(job, unread_from)))
+                step.answer(terms_of(rest))
+            accept(what, rest, step.answers)
+            unused.pop_all()
+        return rest
 
     def _restore(self, job: Job, report: LoadReport, *, calls: bool) -> Loaded:
         """Restores everything but tensors.
@@ -355,19 +358,16 @@ class Session:
         Raises:
             FastloadError: Some rank's ``load_state_dict``, hook or `on_report` failed.
         """
-        opened, results = job.matched.opened, list[Any]()
-
-        def finish() -> None:
-            results.append(job.matched.match.finish())
-            if opened.options.on_report is not None:
-                opened.options.on_report(report)
-
+        opened, match = job.matched.opened, job.matched.match
         if calls:
-            opened.world.agree(f"restoring {report.url}", finish)
+            with opened.world.step(f"restoring {report.url}"):
+                result = match.finish()
+                if opened.options.on_report is not None:
+                    opened.options.on_report(report)
         else:
-            finish()
+            result = match.finish()
         opened.world.acknowledge()
-        return Loaded(report, results[0])
+        return Loaded(report, result)
 
     def reopen_exactly(self) -> None:
         """Reads the layouts that the manifest has inferred."""
@@ -392,6 +392,20 @@ def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
         left_out=matched.match.left_out,
         ranks=ranks,
     )
+
+
+def _response(passes: Sequence[Job]) -> dict[str, Any]:
+    """Returns the response of this rank after the last of some passes."""
+    match, pipeline = passes[0].matched.match, passes[-1].pipeline
+    return {
+        "report": Each(_report_rank(passes).pack()),
+        "unread_from": pipeline.unread_from,
+        "calls": match.calls or passes[0].matched.opened.options.on_report is not None,
+        "is_misread": any(one.pipeline.reader.is_misread for one in passes),
+        "differing": [line for memory in match.aliases for line in memory.differing],
+        # Between devices, chunks that could not be read are placed, too, before they are read again.
+        "is_unsure": bool(match.aliases) and is_accelerator(match.device),
+    }
 
 
 def _report_rank(passes: Sequence[Job]) -> RankReport:

@@ -6,10 +6,9 @@ import logging
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from threading import Semaphore
 from types import TracebackType
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from fastload.base.devices import follow, is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
-from fastload.base.threads import Task, raise_first
+from fastload.base.threads import Task
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -28,6 +27,7 @@ from fastload.formats.state import OWN_PREFIX
 from fastload.geometry.box import Box, row_major
 from fastload.geometry.dtensors import narrowed
 from fastload.geometry.ranges import ByteRange, Space
+from fastload.loading.access import Access
 from fastload.loading.match import BoxesByName, BoxRequest, Match, checked_boxes
 from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.prepare import Job, Opened, prepare
@@ -181,19 +181,21 @@ def _map_files(opened: Opened, device: torch.device | str | None) -> MappedFiles
         or not opened.choose_strategy().alone
     ):
         return None
+    with opened.world.step(f"mapping {manifest.url}") as step:
+        mapped = _map_here(access, indexes) if target_device(device).type == "cpu" else None
+        step.answer(mapped is not None)
+    return mapped if all(step.answers) else None
+
+
+def _map_here(access: Access, indexes: Iterable[int]) -> MappedFiles | None:
+    """Maps files of a checkpoint on this rank; returns None if one cannot be mapped."""
     mapped: dict[int, Mapped] = {}
-
-    def work() -> bool:
-        if target_device(device).type != "cpu":
-            return False
-        for index in indexes:
-            file = access.storage.map(manifest.files[index].name)
-            if file is None:
-                return False
-            mapped[index] = file
-        return True
-
-    return MappedFiles(mapped) if all(opened.world.agree(f"mapping {manifest.url}", work)) else None
+    for index in indexes:
+        file = access.storage.map(access.manifest.files[index].name)
+        if file is None:
+            return None
+        mapped[index] = file
+    return MappedFiles(mapped)
 
 
 class StreamTransfer:
@@ -271,7 +273,7 @@ class StreamTransfer:
                     errors.append(error)
                 if self._cause is not None:
                     errors.insert(0, self._cause)
-                self._session.finish(self._job, partial(raise_first, errors))
+                self._session.finish(self._job, errors)
         finally:
             self._is_over = True
             self._stream_buffer.close()
@@ -389,20 +391,15 @@ def stream_boxes(
         FastloadError: A rank cannot take them.
     """
     opened, manifest = session.opened, session.manifest
-    found: list[tuple[dict[str, list[Box]], torch.device]] = []
-
-    def lengths_here() -> bytes:
+    with opened.world.gathering_step(f"telling what each rank wants of {manifest.url}") as step:
         if names is not None:
             raise OptionError("names= and boxes= are both given: boxes= has the names of what is wanted")
-        wanted = checked_boxes(manifest, _lists(boxes))
-        found.append((wanted, target_device(device)))
-        lengths = array(_NUM_BYTES, (_nbytes(manifest, name, wanted) for name in manifest.by_name))
-        return zlib.compress(lengths.tobytes(), level=1)
-
-    packed = opened.world.gather_bytes(f"telling what each rank wants of {manifest.url}", lengths_here)
-    lengths = [_unpack(data) for data in dict.fromkeys(packed)]
+        wanted, destination = checked_boxes(manifest, _lists(boxes)), target_device(device)
+        own = array(_NUM_BYTES, (_nbytes(manifest, name, wanted) for name in manifest.by_name))
+        step.answer(zlib.compress(own.tobytes(), level=1))
+    lengths = [_unpack(data) for data in dict.fromkeys(step.answers)]
     windows = cut_windows(lengths, opened.options.staging_bytes // 4)
-    return BoxStreamTransfer(session, BoxWindows(manifest, found[0][0], windows, found[0][1]))
+    return BoxStreamTransfer(session, BoxWindows(manifest, wanted, windows, destination))
 
 
 class BoxStreamTransfer:
@@ -471,13 +468,11 @@ class BoxStreamTransfer:
 
     def _go_on(self) -> bool:
         """Whether any rank wants more; raises on all ranks what one of them has left with."""
-
-        def vote() -> bool:
+        with self._world.step("the next window") as step:
             if self._cause is not None:
                 raise self._cause
-            return not self._has_left
-
-        return any(self._world.agree("the next window", vote))
+            step.answer(not self._has_left)
+        return any(step.answers)
 
     def _load_window(self, window: range) -> None:
         boxes = {} if self._has_left else self._plan.allocate(window)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -54,11 +55,19 @@ def verify(session: Session) -> VerifyReport:
 def _verify_blocks(session: Session) -> VerifyReport:
     opened, damage = session.opened, _Damages()
     reading = CompleteRead(session, Verifier(opened.access.manifest, damage.add))
-
-    def note() -> dict[str, Any]:
-        return {"num": damage.num, "damage": damage.first(), "is_misread": reading.reader.is_misread}
-
-    found = reading.run("verify", note)
+    with closing(reading):
+        reading.compare_calls("verify")
+        with opened.world.step(reading.what, is_long=True) as step:
+            report = reading.run()
+            step.answer(
+                {
+                    "report": Each(report.pack()),
+                    "num": damage.num,
+                    "damage": damage.first(),
+                    "is_misread": reading.reader.is_misread,
+                }
+            )
+    found = step.answers
     if any(part["is_misread"] for part in found):
         session.reopen_exactly()  # raises if the bytes before the data of a tensor are damaged
     opened.world.acknowledge()
@@ -72,11 +81,17 @@ class CompleteRead:
     Args:
         session: The checkpoint.
         verifier: Takes the blocks that this rank reads.
+
+    Attributes:
+        what: Name of the step, for messages.
+        reader: Reads the chunks of this rank.
     """
 
     def __init__(self, session: Session, verifier: Verifier | ChecksumCollector) -> None:
         self._opened = opened = replace(session.opened, verifier=verifier)
         access, options = opened.access, opened.options
+        self.what = f"reading {access.manifest.url}"
+        self._pipeline: Pipeline | None = None  # of a rank that reads
         self._plan = plan_transfer(
             access.manifest.extents,
             tuple(team_of(access, opened.world.rank)) or access.readers,
@@ -89,38 +104,37 @@ class CompleteRead:
         )
         self.reader = opened.open_reader(self._plan, in_parts=True)
 
-    def run(self, call: str, found: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Reads everything.
+    def compare_calls(self, call: str) -> None:
+        """Compares the public functions that the ranks have called.
 
-        Args:
-            call: The public function that was called.
-            found: Returns what this rank found, in JSON types.
-
-        Returns:
-            What each rank found, and the packed reports.
+        Raises:
+            PlanMismatch: They differ.
         """
-        world, what = self._opened.world, f"reading {self._opened.access.manifest.url}"
-        require_same(world.agree(what, lambda: {"call": call}))
+        with self._opened.world.step(self.what) as step:
+            step.answer({"call": call})
+        require_same(step.answers)
+
+    def run(self) -> RankReport:
+        """Reads the share of this rank.
+
+        Raises:
+            FastloadError: It cannot be read.
+        """
         start = LoadStart.now(self._opened)
-        pipeline: list[Pipeline] = []
+        if self._opened.world.rank in self._plan.readers:
+            self._pipeline = self._open()
+            self._pipeline.run()
+        return replace(
+            _rank_report(self._opened, start, self.reader.verified.total, self.reader.rereads.total),
+            read_s=self.reader.watch.seconds,
+            peak_staging_bytes=self._pipeline.buffer_bytes if self._pipeline is not None else 0,
+        )
 
-        def work() -> dict[str, Any]:
-            if world.rank in self._plan.readers:
-                pipeline.append(self._open())
-                pipeline[0].run()
-            report = replace(
-                _rank_report(self._opened, start, self.reader.verified.total, self.reader.rereads.total),
-                read_s=self.reader.watch.seconds,
-                peak_staging_bytes=pipeline[0].buffer_bytes if pipeline else 0,
-            )
-            return {"report": Each(report.pack()), **found()}
-
-        try:
-            return world.settle(what, work)
-        finally:
-            if pipeline:
-                pipeline[0].close()
-            self.reader.close(wait_s=min(1.0, world.grace_s))
+    def close(self) -> None:
+        """Ends its threads."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self.reader.close(wait_s=min(1.0, self._opened.world.grace_s))
 
     def _open(self) -> Pipeline:
         """Opens the pipeline of a rank that reads; nobody receives anything."""
@@ -136,7 +150,7 @@ class CompleteRead:
         return Pipeline(self._opened.world, plan, self.reader, nowhere, progress=note)
 
     def report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
-        """Returns the report over all ranks, from the results of `run`."""
+        """Returns the report over all ranks, from their answers: the packed results of `run`."""
         manifest = self._opened.access.manifest
         return _report(manifest, sum(blocks_of_files(manifest, manifest.block_bytes)), found)
 
@@ -218,12 +232,10 @@ _NUM_HASHED = 4  # files at once
 def _verify_sha_256(session: Session) -> VerifyReport:
     world, access = session.opened.world, session.opened.access
     manifest, storage = access.manifest, access.storage
-
-    def look() -> list[str]:
+    with world.step(f"verifying {manifest.url}") as step:
         known = _known(storage, manifest.files) if world.rank in access.readers else {}
-        return [file.name for file, digest in known.items() if not digest][:1]
-
-    if lacking := list(chain.from_iterable(world.agree(f"verifying {manifest.url}", look))):
+        step.answer([file.name for file, digest in known.items() if not digest][:1])
+    if lacking := list(chain.from_iterable(step.answers)):
         raise CheckpointError(
             f"{manifest.url}: it has no checksums to verify: neither a commit record ({RECORD_NAME}) nor a "
             f"seal ({SEAL_NAME}), which `fastload seal` makes, nor an SHA-256 of the Hugging Face hub for "
@@ -232,9 +244,10 @@ def _verify_sha_256(session: Session) -> VerifyReport:
     start = LoadStart.now(session.opened)
     own = compare_sha_256(session)
     report = _rank_report(session.opened, start, sum(file.nbytes for file in own))
-    found = world.agree(f"verified {manifest.url}", lambda: {"report": Each(report.pack())})
+    with world.step(f"verified {manifest.url}") as step:
+        step.answer({"report": Each(report.pack())})
     world.acknowledge()
-    return _report(manifest, len(manifest.files), found)
+    return _report(manifest, len(manifest.files), step.answers)
 
 
 def compare_sha_256(session: Session) -> Sequence[FileEntry]:
@@ -248,15 +261,12 @@ def compare_sha_256(session: Session) -> Sequence[FileEntry]:
         PeerError: A rank could not read its part.
     """
     world, access = session.opened.world, session.opened.access
-    own: list[FileEntry] = []
-
-    def compare() -> None:
+    own: Sequence[FileEntry] = ()
+    with world.step(f"comparing {access.manifest.url} with the hub", is_long=True):
         team = team_of(access, world.rank)
         if world.rank in team:
             known = _known(access.storage, access.manifest.files)
-            own.extend(compare_share(world, access.storage, known, team.index(world.rank), len(team)))
-
-    world.settle(f"comparing {access.manifest.url} with the hub", compare)
+            own = compare_share(world, access.storage, known, team.index(world.rank), len(team))
     return own
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from fastload.base.memory import host_view
 from fastload.base.threads import Task
-from fastload.comm.world import World, join_parts, split_parts
+from fastload.comm.responses import join_parts, split_parts
+from fastload.comm.world import World
 from fastload.errors import ChecksumError, FastloadError, Interrupted, StorageError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME

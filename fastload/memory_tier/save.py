@@ -10,8 +10,7 @@ from typing import Any
 
 import xxhash
 
-from fastload.comm.responses import Reports
-from fastload.comm.world import join_parts, split_parts
+from fastload.comm.responses import Reports, join_parts, split_parts
 from fastload.formats.names import RECORD_NAME
 from fastload.memory_tier.copies import send_copies
 from fastload.memory_tier.groups import CopyPlan, plan_copies

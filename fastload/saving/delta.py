@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.base.threads import Workers, one_torch_thread
-from fastload.comm.world import join_parts, split_parts
+from fastload.comm.responses import join_parts, split_parts
 from fastload.errors import CheckpointError, FastloadError, OptionError, StorageError
 from fastload.formats.delta import (
     COUNTS,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.comm.failures import require_left
-from fastload.comm.world import World, join_parts, split_parts
+from fastload.comm.responses import join_parts, split_parts
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import strides_of

@@ -142,17 +142,15 @@ class Stage:
 
     def _list(self, manifest: Manifest) -> Inventory:
         """Lists the files to copy, as the first rank that sees them does."""
-        storage = self._access.storage
-
-        def look() -> bytes:
-            others = list_others(storage, self._access.manifest)
-            weak = others if manifest.format == "fastload" else [*manifest.files, *others]
-            # Files without versions cannot be recognized by the next attempt.
-            nonce = new_token() if any(not file.version for file in weak) else ""
-            return json.dumps([[[f.name, f.nbytes, f.version] for f in others], nonce]).encode()
-
-        listed = self._world.share(f"listing {manifest.url}", self._access.readers[0], look)
-        rows, nonce = json.loads(listed)
+        with self._world.step(f"listing {manifest.url}") as step:
+            if self._world.rank == self._access.readers[0]:
+                others = list_others(self._access.storage, self._access.manifest)
+                weak = others if manifest.format == "fastload" else [*manifest.files, *others]
+                # Files without versions cannot be recognized by the next attempt.
+                nonce = new_token() if any(not file.version for file in weak) else ""
+                rows = [[file.name, file.nbytes, file.version] for file in others]
+                step.answer(attach=json.dumps([rows, nonce]).encode())
+        rows, nonce = json.loads(step.attachment)
         others = [FileEntry(name, nbytes, version, "") for name, nbytes, version in rows]
         block_bytes = min(_BLOCK_BYTES, self._options.chunk_bytes or _BLOCK_BYTES)
         return take_inventory(manifest, others, block_bytes=block_bytes, nonce=nonce)
@@ -162,14 +160,12 @@ class Stage:
         access, world = self._access, self._world
         known = set(access.manifest.files)
         others = [file for file in at_source(self._access.manifest, inventory.files) if file not in known]
-
-        def look() -> str:
+        with world.step(f"comparing what the ranks see of {access.manifest.url}") as step:
             if world.rank in (*access.notes, access.readers[0]) or not access.storage.probes:
-                return access.notes.get(world.rank, "")
-            return changed(access, others)
-
-        found = world.agree(f"comparing what the ranks see of {access.manifest.url}", look)
-        notes = {rank: note for rank, note in enumerate(found) if note}
+                step.answer(access.notes.get(world.rank, ""))
+            else:
+                step.answer(changed(access, others))
+        notes = {rank: note for rank, note in enumerate(step.answers) if note}
         able = [rank for rank in access.readers if rank not in notes]
         leaders: dict[str, int] = {}
         for rank in (*able, *notes):
@@ -181,26 +177,22 @@ class Stage:
     def _prepare(self, inventory: Inventory, leaders: _Leaders) -> _Missing:
         """Finds the blocks that each host has already, and makes room for the others."""
         world = self._world
-
-        def prepare() -> dict[str, Any]:
-            if world.rank != leaders.own:
-                return {}
-            self._copy, self._stock = take_stock(world, inventory, self._path, self._options)
-            place = self._copy.data_path if self._copy is not None else self._path
-            return {"complete": self._copy is None, "held": as_ranges(self._stock.held), "place": place}
-
-        stocks = world.agree(f"preparing to stage to {self._path}", prepare)
-        here = stocks[leaders.own]
-
-        def join() -> None:
-            if LocalStorage(here["place"]).stat("") is None:
+        with world.step(f"preparing to stage to {self._path}") as step:
+            if world.rank == leaders.own:
+                self._copy, self._stock = take_stock(world, inventory, self._path, self._options)
+                place = self._copy.data_path if self._copy is not None else self._path
+                held = as_ranges(self._stock.held)
+                step.answer({"complete": self._copy is None, "held": held, "place": place})
+            else:
+                step.answer({})
+        stocks = step.answers
+        with world.step(f"joining the staging to {self._path}"):
+            if LocalStorage(stocks[leaders.own]["place"]).stat("") is None:
                 raise StorageError(
                     f"this rank does not see what rank {leaders.own} prepared: they have the same host name, "
                     f"{world.host}, but different disks",
                     url=self._path,
                 )
-
-        world.agree(f"joining the staging to {self._path}", join)
         complete = tuple(rank for rank in leaders.all if stocks[rank]["complete"])
         lacking = [stocks[rank]["held"] for rank in leaders.all if not stocks[rank]["complete"]]
         return _Missing(complete, tuple(inventory.lacking(held_by_all(lacking, len(inventory.blocks)))))
@@ -208,24 +200,19 @@ class Stage:
     def _move(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> _Moved:
         """Moves the data, and agrees with all ranks that all hosts have them."""
         world, leads = self._world, self._world.rank == leaders.own
-
-        def prepare() -> list[Any]:
+        with world.step(self._what) as planning:
             plan, offer = self._plan(inventory, leaders, missing), None
             if leads and missing.runs:
                 self._job = self._open(inventory, leaders, missing, plan)
                 offer = self._job.pipeline.transport.offer()
-            return [{"files": inventory.identity, "plan": plan.digest()}, offer]
-
-        plans, offers = zip(*world.agree(self._what, prepare), strict=True)
+            planning.answer([{"files": inventory.identity, "plan": plan.digest()}, offer])
+        plans, offers = zip(*planning.answers, strict=True)
         require_same(plans)
         transport = self._job.pipeline.transport if self._job is not None else None
         accept_offers(world, self._what, transport, offers)
-        receipts: list[Mapping[str, Any]] = []
-        flush_s: list[float] = []
-
-        def move() -> str:
-            if not leads:
-                return ""
+        receipt: Mapping[str, Any] | None = None
+        flush_s = 0.0
+        with world.step(self._what, is_long=True) as step:
             if self._job is not None:
                 self._job.pipeline.run()
             if self._copy is not None:
@@ -233,18 +220,15 @@ class Stage:
                 probing = world.rank in leaders.able and not missing.complete
                 if probing and self._options.verify:
                     self._compare(self._copy, inventory, leaders)
-                receipts.append(
-                    self._in_background(partial(self._finish, self._copy, inventory, probing=probing))
-                )
-                flush_s.append(time.perf_counter() - began)
-            return xxhash.xxh3_128_hexdigest(bytes(self._stock.checksums))
-
-        found = world.settle(self._what, move)
+                receipt = self._in_background(partial(self._finish, self._copy, inventory, probing=probing))
+                flush_s = time.perf_counter() - began
+            step.answer(xxhash.xxh3_128_hexdigest(bytes(self._stock.checksums)) if leads else "")
+        found = step.answers
         digests = {f"rank {rank} on {world.hosts[rank]}": found[rank] for rank in leaders.all}
         if len(set(digests.values())) > 1:
             raise ChecksumError(f"{self._what}: the hosts received different bytes: {digests}")
-        report = self._report_rank(leaders, sum(flush_s), fed=bool(missing.complete))
-        return _Moved(found[leaders.own], receipts[0] if receipts else None, report)
+        report = self._report_rank(leaders, flush_s, fed=bool(missing.complete))
+        return _Moved(found[leaders.own], receipt, report)
 
     def _plan(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> TransferPlan:
         """Plans the rounds. Hosts with a complete copy supply it; without any, the leaders that read do."""
@@ -352,16 +336,14 @@ class Stage:
     def _publish(self, inventory: Inventory, leaders: _Leaders, moved: _Moved) -> StageReport:
         """Publishes the copies."""
         on_report = self._options.on_report
-
-        def publish() -> dict[str, Any]:
+        with self._world.step(f"{self._what}: publishing") as step:
             if self._copy is not None and moved.receipt is not None:
                 receipts: list[Mapping[str, Any]] = [moved.receipt, {"written": self._stock.kept}]
                 text = receipt_of(inventory, self._stock, self._copy.state_of_files())
                 self._copy.publish(receipts, [(STAGED_NAME, text)])
             rank = asdict(replace(moved.report, total_s=time.perf_counter() - self._began))
-            return {"rank": rank, "listens": on_report is not None}
-
-        responses = self._world.agree(f"{self._what}: publishing", publish)
+            step.answer({"rank": rank, "listens": on_report is not None})
+        responses = step.answers
         report = StageReport(
             url=self._access.manifest.url,
             path=copied_to(self._access.manifest, self._path),

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -315,11 +314,14 @@ def accept_offers(world: World, what: str, connections: Offering | None, offers:
     if not _have_same_tokens([offer for offer in offers if offer is not None]):
         if connections is not None:
             connections.renew()
-        offers = world.agree(what, lambda: connections.offer() if connections is not None else None)
+        with world.step(what) as step:
+            step.answer(connections.offer() if connections is not None else None)
+        offers = step.answers
     peers = connections.accept(offers) if connections is not None else ()
     if any(offer and offer.get("at") for offer in offers) and len(set(world.nodes.values())) > 1:
         limit_s = min(_REACHING_S, world.patience_s / 2)
-        world.agree(f"{what}: connecting", partial(require_reachable, world.rank, peers, limit_s=limit_s))
+        with world.step(f"{what}: connecting"):
+            require_reachable(world.rank, peers, limit_s=limit_s)
 
 
 def _have_same_tokens(offers: Sequence[dict[str, Any]]) -> bool:

@@ -38,15 +38,13 @@ def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
         store = CountedStore(server.port)
         member = Member(rank, size, None, "gone")
         world = World(StoreRendezvous(store, GroupState(), member, call="telling", timeout_s=60.0))
-
-        def make() -> bytes:
-            content = contents[rank]
-            if isinstance(content, Exception):
-                raise content
-            return content
-
+        content = contents[rank]
         try:
-            got: Any = world.gather_bytes("telling", make)
+            with world.gathering_step("telling") as step:
+                if isinstance(content, Exception):
+                    raise content
+                step.answer(content)
+            got: Any = step.answers
             world.acknowledge()
         except FastloadError as error:
             got = error

@@ -387,11 +387,12 @@ def test_bytes_to_share_go_with_a_call_that_fails(failing: str, in_tree: bool) -
         world = join_in(store, Member(rank, size), call="A", timeout_s=timeout_s, cache=caches[rank])
         with world.together():
             world.agree("meeting", lambda: None)
-            if rank != 2:
-                world.share("sharing", 1, lambda: b"some bytes")
-            elif failing == "fails":
-                world.gather("sharing", None, ValueError("no"), wait_s=LONG_S)
-                world.acknowledge()
+            if rank != 2 or failing == "fails":
+                with world.step("sharing") as step:
+                    if rank == 1:
+                        step.answer(attach=b"some bytes")
+                    if rank == 2:
+                        raise ValueError("no")
 
     with ThreadPoolExecutor(size) as pool:
         ends = list(pool.map(lambda rank: end_of(partial(share, rank)), range(size)))
