@@ -548,11 +548,15 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until all saves are durable or dropped, and old checkpoints are deleted.
 
+        A save to memory is waited for as well; that it failed is a warning, and told.
+
         Raises:
-            FastloadError: A save failed.
+            FastloadError: A save to storage failed.
         """
         self._require_open()
         self._finish()
+        if self._tier is not None:
+            self._tier.settle()
 
     def close(self) -> None:
         """Waits as `wait` does, and restores the previous signal handlers.
