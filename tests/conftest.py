@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("all" if config.getoption("slow") else "fewer")
     if config.getoption("numprocesses", None) and not worker:
         forked.make_folder()
+        # Forked workers: each would take seconds to import torch.
+        config.option.tx = [f"popen//python={forked.forking_python()}" for _ in config.option.tx]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
     """Keeps connections, and says nothing of requests."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body would wait for the client to acknowledge the headers, for 40 ms
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -205,10 +205,10 @@ def _settle(rank: int, job: Job) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _libc.prctl(_PR_SET_NAME, f"rank {rank}/{job.world}".encode())
     os.environ.clear()
-    os.environ.update(job.environ)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
+    # One dict: with keywords, `update` looks through all kinds of mappings, for as long as a fork takes.
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.world)
+        {"GLOO_SOCKET_IFNAME": "lo"} | job.environ | {name: str(value) for name, value in place.items()}
     )
     if job.ranks_per_host:
         socket.gethostname = lambda: f"host{rank // job.ranks_per_host}"

@@ -57,6 +57,7 @@ def serve(path: str) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     dynamic_rendezvous.get_method_name = _name_of_caller
+    torch._dynamo.trace_rules.clear_lru_cache()  # as each process group does, which would copy all its pages
     gc.collect()
     gc.freeze()  # what looks for garbage leaves what is here alone, and so needs no copies of its pages
     gc.enable()

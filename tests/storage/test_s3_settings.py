@@ -251,11 +251,10 @@ def round_trip(options: dict[str, Any]) -> None:
     with closing(open_storage(run, NAMES, options)) as storage:
         assert list(storage.folders()) == ["a"]
         assert storage.list() is None
-    state = fastload.load(f"{run}/a", storage_options=options)
-    assert (state["a"].tolist(), state["step"]) == (STATE["a"].tolist(), 3)  # type: ignore[attr-defined]
-    with closing(open_target(f"{run}/a", NAMES, options)) as target:
-        target.remove()
-    with closing(open_storage(run, NAMES, options)) as storage:
+        state = fastload.load(f"{run}/a", storage_options=options)
+        assert (state["a"].tolist(), state["step"]) == (STATE["a"].tolist(), 3)  # type: ignore[attr-defined]
+        with closing(open_target(f"{run}/a", NAMES, options)) as target:
+            target.remove()
         assert not storage.folders()
 
 
