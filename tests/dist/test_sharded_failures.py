@@ -120,7 +120,7 @@ def test_others_read_for_those_whose_storage_breaks(rank: int, world: int, path:
     assert fastload_threads(kept=["fastload-host"]) == []
 
 
-@pytest.mark.parametrize("draws", [range(4), pytest.param(range(4, 12), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("draws", [range(2), pytest.param(range(2, 12), marks=pytest.mark.slow)], ids=str)
 @ranks(5)
 def test_readers_break_at_any_moment(rank: int, world: int, path: Path, draws: range) -> None:
     """Several, one after the other, again while the others read for them; one is whole. Elements are cut."""
