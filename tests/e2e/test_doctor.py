@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,7 +14,7 @@ import fastload
 from fastload.comm.group import join
 from fastload.doctor.examine import measure_rates
 from tests.dist.harness import ranks
-from tests.e2e.forked import forking_variables, run_forked
+from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,26 +42,25 @@ def test_a_place_without_trouble(tmp_path: Path) -> None:
         assert done.stdout.count(shown) == 1, done.stdout + done.stderr  # rank 0 speaks for all
 
 
-@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit")
-@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root needs setpriv")
+# Root may read all; not so without two of its capabilities.
+_LOWERED = """
+import ctypes, resource, sys
+from fastload.cli import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, sets) == 0
+for number in (0, 1):  # what is effective, and permitted
+    sets[number] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+assert libc.capset(header, sets) == 0
+sys.exit(main())
+"""
+
+
 def test_limits_and_rights_that_are_too_low(tmp_path: Path) -> None:
-    """Under torchrun itself, which hands limits on to the ranks that it starts."""
     fastload.save({"weight": torch.ones(300)}, tmp_path / "saved")
     (tmp_path / "saved").chmod(0)
-    # Root may read all; not so without these capabilities.
-    drop = "-dac_override,-dac_read_search"
-    lower = ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}"] if os.geteuid() == 0 else []
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [sys.executable, "-m", "fastload", "doctor", str(tmp_path / "saved"), "--json"]
-    done = subprocess.run(
-        [*torchrun, "prlimit", "--nofile=256:512", *lower, *command],
-        env=environ(**forking_variables()),
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = ["-c", _LOWERED, "doctor", str(tmp_path / "saved"), "--json"]
+    done = run_forked(words, ranks=2, cwd=tmp_path, env=environ(), timeout=60)
     (tmp_path / "saved").chmod(0o755)
     assert done.returncode == 1, done.stderr
     found = by_subject(done.stdout)
