@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import encodings.idna  # noqa: F401  (of the address of each store)
 import faulthandler
 import gc
 import importlib
@@ -40,9 +41,13 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+import fastload.comm.shared_memory
+import fastload.loading.stream
 import fastload.saving.save
+import fastload.saving.stream
 import fastload.staging.stage
-import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
+import fastload.training.manager
+import fastload.transfer.host_transport  # noqa: F401  (so that no rank has to import it)
 from tests.accelerator import GROUP, accelerator
 from tests.e2e.huge_pages import collapse_memory
 
