@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from typing import Any
@@ -116,20 +115,15 @@ def test_slow_cores_placing_and_messages_are_named() -> None:
         assert (done.bound_by, done.total_s > 2 * 1.0) == (bound_by, True), name
 
 
-@functools.cache
-def large_load(*, fsdp: bool) -> ShardedLoad:
-    return load_of(
-        13_800 * GB, Parallel(tp=8, pp=64, dp=6, fsdp=fsdp), ranks_per_host=8,
-        storage_bytes_per_s=273 * GB, host_bytes_per_s=50 * GB,
-        rank_bytes_per_s=None, copy_bytes_per_s=None, message_s=None,
-    )  # fmt: skip
-
-
 @pytest.mark.slow(but=["False-allgather", "direct"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_a_world_that_nobody_here_owns(strategy: str, fsdp: bool) -> None:
-    load = large_load(fsdp=fsdp)
+    load = load_of(
+        13_800 * GB, Parallel(tp=8, pp=64, dp=6, fsdp=fsdp), ranks_per_host=8,
+        storage_bytes_per_s=273 * GB, host_bytes_per_s=50 * GB,
+        rank_bytes_per_s=None, copy_bytes_per_s=None, message_s=None,
+    )  # fmt: skip
     done = run(load, strategy)
     assert load.least_s == pytest.approx(13_800 / 273)
     assert done.total_s >= load.least_s
