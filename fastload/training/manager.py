@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fastload.comm.failures import require_same
-from fastload.comm.group import agree, meet
+from fastload.comm.group import Meeting, separate_call
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.memory_tier.manifest import StoredCheckpoint
-from fastload.options import LoadOptions, Patience, SaveOptions, chosen_options
+from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import make_call
 from fastload.saving.save import save, save_in_background
@@ -25,7 +25,7 @@ from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, is_step, metad
 from fastload.training.history import History, Listing, RunName
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
-from fastload.training.restore import CheckpointRestorer
+from fastload.training.restore import CheckpointRestorer, require_valid
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
@@ -196,7 +196,8 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
-        def ready(chosen: SaveOptions) -> tuple[Policy, LoadOptions]:
+        with Meeting(process_group, f"managing the checkpoints in {name_of(root)}") as meeting:
+            chosen = meeting.choose(options, SaveOptions)
             directory = memory_directory(memory)
             policy = Policy(
                 locate(root),
@@ -223,12 +224,8 @@ class CheckpointManager:
                 directory,
                 deltas,
             )
-            return policy, LoadOptions(timeout_s=chosen.timeout_s, retries=chosen.retries)
-
-        what = f"managing the checkpoints in {name_of(root)}"
-        world, _, (policy, load_options) = meet(
-            process_group, what, partial(chosen_options, options, SaveOptions), ready
-        )
+            load_options = LoadOptions(timeout_s=chosen.timeout_s, retries=chosen.retries)
+        world = meeting.world
         self._world, self._policy = world, policy
         self._open_in: int | None = os.getpid()  # the process; None once it is closed
         self._defaults = {  # of loads; saves have separate options
@@ -280,11 +277,10 @@ class CheckpointManager:
         )
 
     def _list_stored(self) -> list[StoredCheckpoint]:
-        found = self._catalog.usable()
         return [
-            StoredCheckpoint(*one.point, one.summary.digest, one.summary.incarnation)
-            for one in found
-            if one.summary is not None
+            StoredCheckpoint(*entry.point, entry.summary.digest, entry.summary.incarnation)
+            for entry in self._catalog.usable()
+            if entry.summary is not None
         ]
 
     def _meet(self) -> tuple[bool, bool, str, str]:
@@ -297,26 +293,23 @@ class CheckpointManager:
         policy = self._policy
         world, name = self._world, RunName(self._catalog)
         what = f"managing the checkpoints in {self._catalog.root}"
-
-        def compare() -> dict[str, Any]:
+        with world.ending(), world.step(what) as comparing:
             shared = self._catalog.shared
-            seen = {"host": world.node, "shared": shared, "incarnation": new_token()}
+            view = {"host": world.node, "shared": shared, "incarnation": new_token()}
             looks = policy.memory is not None and (world.rank == 0 or not shared)
-            return {**seen, "same": policy.shared_values(), "run": name.read() if looks else ""}
-
-        with world.together():
-            views = world.agree(what, compare)
-        world.acknowledge()
-        require_same([each["same"] for each in views])
-        hosts = [each["host"] for each in views]
+            run = name.read() if looks else ""
+            comparing.answer({**view, "same": policy.shared_values(), "run": run})
+        views = comparing.answers
+        require_same([view["same"] for view in views])
+        hosts = [view["host"] for view in views]
         first = hosts.index(world.node) if policy.options.shared is False else 0
         lists, cleans = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
         incarnation = views[0]["incarnation"]
-        run = next((each["run"] for each in views if each["run"]), incarnation)
+        run = next((view["run"] for view in views if view["run"]), incarnation)
         if policy.memory is not None:
-            with world.together():
-                world.agree(what, lambda: name.write(run) if cleans else None)
-            world.acknowledge()
+            with world.ending(), world.step(what):
+                if cleans:
+                    name.write(run)
         return lists, cleans, incarnation, run
 
     # When
@@ -403,12 +396,9 @@ class CheckpointManager:
 
     def _raise_failed(self, number: int) -> None:
         """Raises the error of a failed save on all ranks."""
-        agree(
-            self._defaults["process_group"],
-            "saving in the background",
-            partial(self._pending.wait, number),
-            timeout_s=self._policy.options.timeout_s,
-        )
+        group, timeout_s = self._defaults["process_group"], self._policy.options.timeout_s
+        with separate_call(group, "saving in the background", timeout_s=timeout_s) as world, world.step():
+            self._pending.wait(number)
 
     def _find_base(self, step: int) -> Callable[[], Location | None] | None:
         """Returns what finds the base of a delta once it is written; None for complete checkpoints."""
@@ -477,10 +467,15 @@ class CheckpointManager:
         newest = max([*listing.complete, *points], default=None)
         return newest.step if newest is not None else None
 
-    def _look(self) -> Listing:
+    def _look(self, step: int | None = None, **arguments: Any) -> Listing:
+        """Lists the checkpoints on all ranks, before a restore with these arguments."""
         self._require_open()
-        # All saves end first, so that no rank lists checkpoints that another one is about to delete.
-        return self._history.look(self._finish_saves)
+        with self._history.call() as world:
+            with world.step():
+                require_valid(step, arguments)
+                # So that no rank lists checkpoints that another one is about to delete.
+                self._finish_saves()
+            return self._history.look(world)
 
     def prefetch(self, step: int | None = None, *, options: LoadOptions | None = None) -> None:
         """Begins to read the checkpoint that `restore` will restore, in the background.
@@ -506,7 +501,8 @@ class CheckpointManager:
             FastloadError: As for `fastload.prefetch`, except for damage, which `restore` deals with.
         """
         self._require_open()
-        self._restorer.prefetch(step, options, self._finish_saves)
+        self._restorer.end_prefetch()
+        self._restorer.prefetch(step, options, self._look(step, options=options))
 
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
@@ -530,8 +526,8 @@ class CheckpointManager:
                 restored by their step.
             FastloadError: As for `fastload.load`; if all are damaged, the error of the oldest.
         """
-        self._require_open()
-        return self._restorer.restore(step, {"into": into, **arguments}, self._finish_saves)
+        arguments["into"] = into
+        return self._restorer.restore(step, arguments, self._look(step, **arguments))
 
     @property
     def restored_step(self) -> int | None:
@@ -556,7 +552,7 @@ class CheckpointManager:
         self._require_open()
         self._finish()
         if self._tier is not None:
-            self._tier.settle()
+            self._tier.wait()
 
     def close(self) -> None:
         """Waits as `wait` does, and restores the previous signal handlers.

@@ -12,7 +12,6 @@ learn of a signal later and later.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -190,10 +189,9 @@ class _Windows:
             self._leader.advance(call)
         if call < self._until:
             return ScheduleAnswer()
-        # Only rank 0 decides, so that the others may give any function.
-        taken = self._leader.take() if self._leader is not None else self._decisions.share(dict)
-        self._until = taken["until"]
-        return ScheduleAnswer(**taken["answer"])
+        window = self._decisions.take()
+        self._until = window["until"]
+        return ScheduleAnswer(**window["answer"])
 
     def close(self) -> None:
         """Ends the windows on this rank."""
@@ -210,11 +208,6 @@ class _Leader:
         self._window = 1
         self._next_call = 0
         self._last = (0, time.monotonic())
-        self._decided: deque[Any] = deque()
-
-    def take(self) -> Any:
-        """Returns the end of the next window, and its decision."""
-        return self._decided.popleft()
 
     def advance(self, call: int) -> None:
         """Decides for the next window, halfway through the current one."""
@@ -223,10 +216,7 @@ class _Leader:
         self._window = self._next_window(call)
         self._until += self._window
         self._next_call = self._until - self._window // 2
-        self._decided.append(self._decisions.share(self._decide))
-
-    def _decide(self) -> dict[str, Any]:
-        return {"until": self._until, "answer": asdict(self._decider.decide())}
+        self._decisions.post({"until": self._until, "answer": asdict(self._decider.decide())})
 
     def _next_window(self, call: int) -> int:
         if self._window == _MAX_WINDOW:
