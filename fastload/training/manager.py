@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -23,10 +24,10 @@ from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, is_step, metadata_of, metrics_of
 from fastload.training.history import History, Listing, RunName
-from fastload.training.interval import IntervalPolicy
+from fastload.training.interval import IntervalPolicy, SavePolicy
 from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.restore import CheckpointRestorer, require_valid
-from fastload.training.retention import Point, Retention, SavedCheckpoint
+from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
 if TYPE_CHECKING:  # only if there is a tier
@@ -39,8 +40,10 @@ class Policy:
 
     Attributes:
         root: Root of the checkpoints.
-        interval: When to save.
-        retention: Which checkpoints to keep.
+        interval: When to save, by the keywords.
+        save_policy: The caller's policy of when to save, or None.
+        retention: Which checkpoints to keep, by the keywords.
+        keep_policy: The caller's policy of which to keep, or None.
         async_: Whether to save in the background.
         options: How to save.
         max_pending_saves: Most copies of the state at once.
@@ -53,7 +56,9 @@ class Policy:
 
     root: Location
     interval: IntervalPolicy
+    save_policy: SavePolicy | None
     retention: Retention
+    keep_policy: KeepPolicy | None
     async_: bool
     options: SaveOptions
     max_pending_saves: int = 1
@@ -75,6 +80,13 @@ class Policy:
                 "before they return"
             )
 
+    @property
+    def keeps(self) -> KeepPolicy | None:
+        """The policy of which checkpoints to keep; None keeps all."""
+        if self.keep_policy is not None:
+            return self.keep_policy
+        return self.retention if self.retention.keep_last is not None else None
+
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that must be the same on all ranks."""
         best = self.retention.best
@@ -83,12 +95,26 @@ class Policy:
             "root": self.root.given,
             **asdict(self.interval),
             **asdict(self.retention),
+            "save_policy": _class_of(self.save_policy),
+            "keep_policy": _class_of(self.keep_policy),
             "best": list(best) if best is not None else None,
             "async_": self.async_,
             "deltas": self.deltas,
             "max_pending_saves": self.max_pending_saves,  # not `memory`, which may differ between hosts
             **self.options.shared_values(),
         }
+
+
+def _class_of(policy: object) -> str:
+    return "" if policy is None else f"{type(policy).__module__}.{type(policy).__qualname__}"
+
+
+def _require_policy(name: str, policy: object, method: str, keywords: Mapping[str, Any]) -> None:
+    """Raises if an object is no policy, or if keywords are given whose place it takes."""
+    if not callable(getattr(policy, method, None)):
+        raise OptionError(f"{name}={policy!r}: must have a method {method}; see fastload.policies")
+    if given := [f"{keyword}={value!r}" for keyword, value in keywords.items() if value is not None]:
+        raise OptionError(f"{name}= and {', '.join(given)}: give either the policy or these")
 
 
 def memory_directory(memory: str | os.PathLike[str] | None) -> str | None:
@@ -146,11 +172,15 @@ class CheckpointManager:
         mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
         restart_s: Seconds from a failure until training continues.
         budget: Largest part of the time that training may wait for saves.
+        save_policy: When to save, in place of these intervals and those of `memory`; see
+            `fastload.policies.SavePolicy`.
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
             newer one is committed, unless this process has them open.
         keep_every: Also keeps checkpoints whose step is a multiple of this.
         keep_every_seconds: Also keeps one checkpoint per this many seconds.
         best: A metric and ``min`` or ``max``, such as ``("loss", "min")``; also keeps the best checkpoint.
+        keep_policy: Which checkpoints to keep, in place of these four rules; see
+            `fastload.policies.KeepPolicy`.
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
         max_pending_saves: Most copies of the state at once, written or waiting. The first save allocates the
             memory of all.
@@ -181,10 +211,12 @@ class CheckpointManager:
         mtbf_s: float | None = None,
         restart_s: float = 300.0,
         budget: float = 0.035,
+        save_policy: SavePolicy | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_every_seconds: float | None = None,
         best: tuple[str, str] | None = None,
+        keep_policy: KeepPolicy | None = None,
         async_: bool = True,
         max_pending_saves: int = 1,
         deltas: bool = False,
@@ -199,25 +231,38 @@ class CheckpointManager:
         with Meeting(process_group, f"managing the checkpoints in {name_of(root)}") as meeting:
             chosen = meeting.choose(options, SaveOptions)
             directory = memory_directory(memory)
+            intervals: dict[str, Any] = {
+                "every": every,
+                "every_steps": every_steps,
+                "every_seconds": every_seconds,
+                "memory_every_steps": memory_every_steps,
+                "memory_every_seconds": memory_every_seconds,
+            }
+            if save_policy is not None:
+                _require_policy("save_policy", save_policy, "due", intervals)
+                intervals["every_seconds"] = math.inf
+                intervals["memory_every_seconds"] = math.inf if directory is not None else None
+            rules: dict[str, Any] = {
+                "keep_last": keep_last,
+                "keep_every": keep_every,
+                "keep_every_seconds": keep_every_seconds,
+                "best": tuple(best) if isinstance(best, list) else best,
+            }
+            if keep_policy is not None:
+                _require_policy("keep_policy", keep_policy, "keep", rules)
+            retention = keep_policy if isinstance(keep_policy, Retention) else Retention(**rules)
             policy = Policy(
                 locate(root),
                 IntervalPolicy(
-                    every=every,
-                    every_steps=every_steps,
-                    every_seconds=every_seconds,
+                    **intervals,
                     mtbf_s=mtbf_s,
                     restart_s=restart_s,
                     budget=budget,
                     memory_copies=memory_copies if directory is not None else None,
-                    memory_every_steps=memory_every_steps,
-                    memory_every_seconds=memory_every_seconds,
                 ),
-                Retention(
-                    keep_last=keep_last,
-                    keep_every=keep_every,
-                    keep_every_seconds=keep_every_seconds,
-                    best=tuple(best) if isinstance(best, list) else best,
-                ),
+                save_policy,
+                retention,
+                keep_policy if keep_policy is not retention else None,
                 async_,
                 replace(chosen, overwrite=True),
                 max_pending_saves,
@@ -247,10 +292,10 @@ class CheckpointManager:
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.max_pending_saves, policy.retention)
-        self._schedule = SaveSchedule(world, policy.interval, self._pending, self._tier)
+        self._schedule = SaveSchedule(world, policy.interval, policy.save_policy, self._pending, self._tier)
         self._cleaner: Cleaner | None = None
         if cleans:
-            self._cleaner = Cleaner(self._catalog, policy.retention, Checkpoint.urls_in_use)
+            self._cleaner = Cleaner(self._catalog, policy.keeps, Checkpoint.urls_in_use)
             self._cleaner.clean()
 
     def _open_tier(self, incarnation: str, run: str) -> MemoryTier | None:
