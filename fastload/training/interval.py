@@ -243,6 +243,8 @@ class IntervalController:
 
     def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
         """Calls `save`, and measures the stall of the training; the save is one to storage or to memory."""
+        if self._storage is None:
+            return save()
         running, ended = self._times.measure(save, MEMORY if in_memory else STORAGE)
         if ended is not None:
             self._learn(ended)
