@@ -46,7 +46,7 @@ from fastload.report import (
 from fastload.storage import FileStat, Folder, Storage, WritableStorage, register_storage
 
 if TYPE_CHECKING:
-    from fastload import estimate
+    from fastload import estimate, policies
     from fastload.resharding import redistribute
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
@@ -102,6 +102,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "policies",
     "prefetch",
     "random_state",
     "redistribute",
@@ -132,8 +133,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Imports what a load needs nothing of when it is first used."""
-    if name == "estimate":
-        return import_module("fastload.estimate")
+    if name in ("estimate", "policies"):
+        return import_module(f"fastload.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -6,13 +6,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fastload.comm.group import meet
+from fastload.comm.group import Meeting
 from fastload.errors import CheckpointExists, OptionError
 from fastload.formats.delta import read_chain, result_of_chain
 from fastload.formats.manifest import Manifest
@@ -164,10 +163,9 @@ def _open(
     *,
     ends_call: bool = False,
 ) -> Checkpoint:
-    what = f"opening {name_of(path)}"
-    world, chosen, location = meet(
-        process_group, what, partial(chosen_options, options, LoadOptions), lambda _: locate(path)
-    )
+    with Meeting(process_group, f"opening {name_of(path)}") as meeting:
+        chosen, location = meeting.choose(options, LoadOptions), locate(path)
+    world = meeting.world
     access = open_access(world, location, storage_options, chosen, {"path": location.given})
     if ends_call:
         world.acknowledge()
@@ -214,14 +212,10 @@ def stage(
     from fastload.staging.stage import Stage
 
     began = time.perf_counter()
-
-    def prepare(_: StageOptions) -> tuple[Location, str]:
-        return locate(src), local_directory(dst, "stage to")
-
-    what = f"staging {name_of(src)}"
-    world, chosen, (location, path) = meet(
-        process_group, what, partial(chosen_options, options, StageOptions), prepare
-    )
+    with Meeting(process_group, f"staging {name_of(src)}") as meeting:
+        chosen = meeting.choose(options, StageOptions)
+        location, path = locate(src), local_directory(dst, "stage to")
+    world = meeting.world
     call = {"call": "stage", "src": location.given, "dst": path}
     access = open_access(world, location, storage_options, chosen, call)
     try:
@@ -319,16 +313,10 @@ def seal(
     """
     from fastload.loading import seal as sealing
 
-    def prepare(_: LoadOptions) -> Location:
-        location = locate(path)
+    with Meeting(process_group, f"sealing {name_of(path)}") as meeting:
+        chosen, location = meeting.choose(options, LoadOptions), locate(path)
         require_writable(location)
-        return location
-
-    what = f"sealing {name_of(path)}"
-    world, chosen, location = meet(
-        process_group, what, partial(chosen_options, options, LoadOptions), prepare
-    )
-    return sealing.seal(world, location, storage_options, chosen)
+    return sealing.seal(meeting.world, location, storage_options, chosen)
 
 
 def save(

@@ -17,7 +17,7 @@ from torch import Tensor
 import fastload
 from fastload.base.devices import is_accelerator
 from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
-from fastload.comm.group import agree
+from fastload.comm.group import separate_call
 from fastload.comm.launch import Launch, from_env, initialize
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
@@ -99,12 +99,10 @@ def load(
     assert report is not None
     digests = None
     if digest:
-        digests = agree(
-            None,
-            "comparing digests",
-            lambda: state_digest(_local_tensors(state, sharded=sharding is not None)),
-            timeout_s=options.timeout_s,
-        )
+        what = "comparing digests"
+        with separate_call(None, what, timeout_s=options.timeout_s) as world, world.step() as step:
+            step.answer(state_digest(_local_tensors(state, sharded=sharding is not None)))
+        digests = step.answers
     error = checkpoint.trace_error
     if error is None and digests is not None and sharding is None and len(set(digests)) > 1:
         error = FastloadError(f"the ranks hold different states: {digests}")
@@ -127,12 +125,10 @@ def _all_names(manifest: fastload.Manifest, shared: list[TensorEntry]) -> list[s
 
 def _require_trace(rank: int, options: fastload.LoadOptions) -> None:
     """Checks on all ranks, before data move, that rank 0 can write the trace."""
-
-    def check() -> None:
+    what = f"checking that {options.trace} can be written"
+    with separate_call(None, what, timeout_s=options.timeout_s) as world, world.step():
         if rank == 0:
             require_writable(locate(options.trace).url)
-
-    agree(None, f"checking that {options.trace} can be written", check, timeout_s=options.timeout_s)
 
 
 def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:

@@ -77,16 +77,14 @@ def send_copies(
     writers = [copy.peer for copy in outgoing]
     exchange = MessageExchange(world, wire, writers, read, num_outgoing=_NUM_OUTGOING)
 
-    def move() -> None:
-        incoming = [_copies_of(world, what, source, names) for source in copies.sources]
-        for of_source in incoming:
-            target.reserve((copy.name, copy.begin, copy.nbytes) for copy in of_source)
-        exchange.open()
-        _receive(exchange, incoming, target)
-        exchange.finish()
-
     try:
-        world.settle(what, move)
+        with world.step(what, is_long=True):
+            incoming = [_copies_of(world, what, source, names) for source in copies.sources]
+            for of_source in incoming:
+                target.reserve((copy.name, copy.begin, copy.nbytes) for copy in of_source)
+            exchange.open()
+            _receive(exchange, incoming, target)
+            exchange.finish()
     finally:
         exchange.close()
 

@@ -342,7 +342,7 @@ class ObjectStorage(WritableStorage):
         return found
 
     def _guess(self, name: str) -> FileStat | None:
-        """Returns size and version; None if it is a page, which some servers show for names that they lack."""
+        """Returns size and version; None for a page, which some servers show for names that they lack."""
         found, first = self._stat_by_reading(name, FIRST_BYTES)
         if is_page(first[:HEAD_BYTES]):
             del self._firsts[name]
