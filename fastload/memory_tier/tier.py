@@ -134,14 +134,13 @@ def open_tier(job: TierJob) -> MemoryTier:
     """
     folder: JobFolder | None = None
     try:
-        with job.world.step(f"making room in memory for {job.root}") as step:
+        with job.world.ending(), job.world.step(f"making room in memory for {job.root}") as step:
             folder = _open_folder(job)
             step.answer(folder.host_directory)
     except BaseException:
         if folder is not None:
             _close(folder, remove=False)
         raise
-    job.world.acknowledge()
     return MemoryTier(job, folder, [HostDirectory(*directory) for directory in step.answers])
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastload.comm.world import Decisions, World
@@ -67,7 +67,7 @@ class SaveSchedule:
     Args:
         world: The ranks.
         intervals: When to save.
-        policy: The caller's policy, which decides beside the intervals; None without one.
+        policy: The caller's policy, in place of the intervals; None without one.
         pending: This rank's saves.
         tier: The memory tier, or None.
     """
@@ -107,9 +107,10 @@ class SaveSchedule:
         if self._asked is not None and self._world.rank == 0:
             self._asked.ask(step)
         decided = self._decider.decide() if self._world.size == 1 else self._windows.next_call()
-        if decided.problem:
-            raise OptionError(decided.problem)
         stop = self._answer.stop or decided.stop
+        if decided.problem:
+            self._answer = replace(self._answer, stop=stop)
+            raise OptionError(decided.problem)
         in_memory = decided.memory or _is_due(step, self._intervals.memory_every_steps)
         self._step = step
         self._answer = ScheduleAnswer(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +131,15 @@ def test_a_policy_that_names_no_tier_of_the_manager_fails(names: Any, tmp_path: 
         with pytest.raises(OptionError, match="save_policy= cannot decide about step 2"):
             manager.should_save(2)
         assert not manager.should_save(3)
+
+
+def test_a_signal_counts_although_the_policy_fails(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, save_policy=Planned({2: ["disk"]}), options=OPTIONS) as manager:
+        assert not manager.should_save(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(OptionError, match="save_policy="):
+            manager.should_save(2)
+        assert manager.stop_requested
 
 
 @pytest.mark.parametrize(
