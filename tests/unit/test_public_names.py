@@ -32,7 +32,8 @@ def fresh() -> Any:
     """What a new process imports with fastload, and which names it has then."""
     text = "\n".join(map(page, PAGES))
     text = re.sub(r"--arms \S+", "", text)  # a benchmark's own names of what it compares
-    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - {"json", "commands"}  # a file, and a group of entry points
+    others = {"json", "commands"}  # a file, and a group of entry points
+    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - others
     assert {"estimate", "load", "CheckpointManager"} <= names
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60
