@@ -20,7 +20,15 @@ from fastload.loading.access import Access, open_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions, chosen_options
 from fastload.report import SaveReport, StageReport, VerifyReport
-from fastload.storage import Location, PatientStorage, locate, name_of, open_patiently, require_writable
+from fastload.storage import (
+    Location,
+    PatientStorage,
+    local_directory,
+    locate,
+    name_of,
+    open_patiently,
+    require_writable,
+)
 
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.background import SaveHandle
@@ -206,7 +214,7 @@ def stage(
     began = time.perf_counter()
     with Meeting(process_group, f"staging {name_of(src)}") as meeting:
         chosen = meeting.choose(options, StageOptions)
-        location, path = locate(src), _local(dst, "stage to")
+        location, path = locate(src), local_directory(dst, "stage to")
     world = meeting.world
     call = {"call": "stage", "src": location.given, "dst": path}
     access = open_access(world, location, storage_options, chosen, call)
@@ -240,13 +248,6 @@ def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
             "stage it to a directory with another name"
         )
     return list(zip(chain, paths, strict=True))[::-1]
-
-
-def _local(path: Path, use: str) -> str:
-    location = locate(path)
-    if location.scheme:
-        raise OptionError(f"cannot {use} {location}: name a directory on a disk of each host")
-    return location.address
 
 
 def verify(
@@ -408,7 +409,7 @@ def save_stream(
 
     call = make_call(path, process_group, metadata, storage_options, options, changes={"parts": True})
     with call.world.together():
-        state = take_tensors(call.world, call.what, tensors, lambda: _local(spool, "keep tensors in"))
+        state = take_tensors(call.world, call.what, tensors, spool)
     return saving.save(call, state)
 
 

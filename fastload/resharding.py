@@ -226,9 +226,9 @@ def _open(world: World, state: Any) -> _VirtualFile:
         world,
         _WHAT,
         pack_state(encoding.structure, specs) if specs else b"",
-        lambda: {name: reader.held(name) for name in encoding.tensors},
-        lambda specs: lay_out_files(specs, SaveOptions()),
-        _NOTHING_MOVED,
+        reader,
+        options=SaveOptions(),
+        outcome=_NOTHING_MOVED,
     )
     if merged is None:
         raise OptionError("no rank has a tensor to send: state= is None or has no tensors on all ranks")

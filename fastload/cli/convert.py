@@ -20,12 +20,12 @@ from torch import Tensor
 
 import fastload
 from fastload.base.memory import byte_view, host_view
+from fastload.base.units import count
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
 from fastload.comm.group import join, rank_in, separate_call
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
-from fastload.estimate.units import count
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry

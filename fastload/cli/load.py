@@ -1,10 +1,10 @@
-"""``fastload load``, ``verify``, ``stage`` and ``doctor``, which run on all ranks of a job."""
+"""``fastload load``, ``verify``, ``seal`` and ``stage``, which run on all ranks of a job."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,26 +16,21 @@ from torch import Tensor
 
 import fastload
 from fastload.base.devices import is_accelerator
+from fastload.base.units import count
 from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
 from fastload.comm.group import separate_call
 from fastload.comm.launch import Launch, from_env, initialize
-from fastload.doctor.examine import examine
-from fastload.doctor.findings import Finding, findings
 from fastload.errors import FastloadError, OptionError
-from fastload.estimate.units import count
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.encoder import encode_state
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.state import OWN_PREFIX, state_digest
-from fastload.options import STRATEGIES, LoadOptions
+from fastload.options import STRATEGIES
 from fastload.storage import locate
 from fastload.storage.single_file import require_writable
 
 if TYPE_CHECKING:  # it takes long to import, and only a sharded load needs it
     from torch.distributed.tensor import DTensor, Placement
-
-
-_MARKS = {"ok": ("✓", None), "note": ("i", None), "problem": ("✗", "bold red")}
 
 
 @click.command(short_help="Load a checkpoint on all ranks, and print a report.")
@@ -374,45 +369,3 @@ def _sharded_dim(placement: str) -> int | None:
     if shard is None:
         raise OptionError(f"placement {placement!r} is neither replicate nor shard(DIMENSION)")
     return int(shard[1])
-
-
-@click.command(short_help="Find problems of a job and its hosts.")
-@click.argument("path", required=False)
-@json_option
-@click.pass_context
-def doctor(ctx: click.Context, path: str | None, as_json: bool) -> None:
-    """Find problems of a job and its hosts that affect loads and saves, and say what to do about them.
-
-    PATH is a checkpoint to load, or a directory for checkpoints. Nothing is written, and only the headers of
-    a checkpoint are read. Under torchrun or srun all ranks take part, and the hosts send each other bytes
-    for some seconds:
-
-    torchrun … -m fastload doctor PATH
-
-    Rank 0 exits with 1 if there is a problem.
-    """
-    launch = from_env()
-    location = locate(path) if path is not None else None
-    options = LoadOptions()
-    set_rank(launch.rank)
-    site = examine(launch, location, options)
-    if launch.rank:
-        return  # torchrun would print a long report for each rank that exits with an error
-    found = findings(site)
-    if as_json:
-        print_json({"findings": [asdict(one) for one in found], **asdict(site)})
-    else:
-        _print(found)
-    ctx.exit(int(any(one.level == "problem" for one in found)))
-
-
-def _print(found: list[Finding]) -> None:
-    console = stdout()
-    table = table_of("", "subject", "found", text=("", "subject", "found"))
-    for one in found:
-        mark, style = _MARKS[one.level]
-        advice = f"\n→ {one.advice}" if one.advice else ""
-        table.add_row(mark, one.subject, one.found + advice, style=style)
-    console.print(table)
-    problems, notes = (sum(one.level == level for one in found) for level in ("problem", "note"))
-    console.print(f"{count(problems, 'problem')}, {count(notes, 'note')}")

@@ -207,34 +207,6 @@ class World:
             require_same_step(decision)
         return decision
 
-    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Does work on every rank; returns the result of each, or raises on all ranks.
-
-        Args:
-            what: Name of the step, for messages.
-            work: Returns a JSON value; an exception it raises is raised on all ranks.
-
-        Raises:
-            FastloadError: Work failed on a rank (see `joint_error`), or a rank did not respond.
-        """
-        with Step(self, what, _place()) as step:
-            step.answer(work())
-        return step.answers
-
-    def settle(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Does this rank's part of long work; returns the result of each rank, or raises on all ranks.
-
-        Args:
-            what: Name of the step, for messages.
-            work: Returns a JSON value.
-
-        Raises:
-            FastloadError: Work failed on a rank (see `joint_error`), or a rank did not respond.
-        """
-        with Step(self, what, _place(), is_long=True) as step:
-            step.answer(work())
-        return step.answers
-
     def tell(
         self, what: str, report: T, on_report: Callable[[T], object] | None, *, some_listen: bool
     ) -> None:
@@ -285,28 +257,6 @@ class World:
         self.acknowledge()
 
     # Bytes
-
-    def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
-        """Makes bytes on one rank and returns them on all.
-
-        Raises:
-            CheckpointError: `make` raised it; the same on all ranks.
-            PeerError: `make` raised another error, or a rank did not respond.
-        """
-        with Step(self, what, _place()) as step:
-            if self.rank == source:
-                step.answer(attach=make())
-        return step.attachment
-
-    def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
-        """Makes bytes on every rank and returns those of all; equal bytes travel once.
-
-        Raises:
-            FastloadError: Making them failed on a rank, or a rank did not respond.
-        """
-        with GatheringStep(self, what, _place()) as step:
-            step.answer(make())
-        return step.answers
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for one rank, which takes them with `take_bytes`, from the same place, once."""

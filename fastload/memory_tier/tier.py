@@ -115,8 +115,9 @@ class TierSave:
 
     def _run(self, work: Callable[[], FinishedSave]) -> None:
         try:
-            self.report, tell = work()
-            tell()
+            finished = work()
+            self.report = finished.report
+            finished.tell()
         except BaseException as error:
             self.error = f"{type(error).__name__}: {error}"
             self._warn(error, self.report is not None)

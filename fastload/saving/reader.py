@@ -194,9 +194,9 @@ class StateReader:
         """Returns the boxes of a tensor that this rank holds."""
         return tuple(box for box, _ in self._parts_of(name))
 
-    def held(self, name: str) -> tuple[tuple[Box, ...], str]:
-        """Returns the boxes of a tensor that this rank holds, and its mesh; see `mesh_of`."""
-        return self.boxes(name), mesh_of(self._tensors[name])
+    def held(self) -> dict[str, tuple[tuple[Box, ...], str]]:
+        """Returns the boxes that this rank holds of each tensor, and its mesh; see `mesh_of`."""
+        return {name: (self.boxes(name), mesh_of(tensor)) for name, tensor in self._tensors.items()}
 
     def forget(self) -> None:
         """Drops the references to the state."""

@@ -248,7 +248,7 @@ class Stage:
         if missing.complete:
             patience = Patience(options.retries, world.patience_s / 2)
             storage = PatientStorage(LocalStorage(self._path, options.io), patience)
-        pace = pace_of(options.read_threads, plan, ranks_on_host=1, in_order=storage.in_order)
+        pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1)
         files = inventory.files if missing.complete else at_source(self._access.manifest, inventory.files)
         reader = ChunkReader(storage, files, pace=pace)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from fastload.errors import OptionError
-from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
+from fastload.training.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
 
 if TYPE_CHECKING:
     from fastload.memory_tier.tier import TierSave
@@ -175,9 +175,9 @@ class TrainingTimes:
 class IntervalController:
     """The seconds between saves to each tier, as given, or computed from the times of steps and saves.
 
-    The computation is that of `fastload.estimate.cadence.AdaptiveInterval`. With a memory tier, each tier has
+    The computation is that of `fastload.training.cadence.AdaptiveInterval`. With a memory tier, each tier has
     the interval for the failures that it survives. Storage gets at most half of the budget and memory the
-    rest, as in `fastload.estimate.cadence.recommend_tiers`.
+    rest, as in `fastload.training.cadence.recommend_tiers`.
 
     Args:
         policy: The requested intervals.
@@ -275,7 +275,7 @@ class IntervalController:
     def _mtbf_by_tier(self, copy_s: float) -> tuple[float, float]:
         """Returns the mean seconds between failures that memory survives, and between the others.
 
-        A failure takes one host, as in `fastload.estimate.cadence.loss_probability`. With one copy memory
+        A failure takes one host, as in `fastload.training.cadence.loss_probability`. With one copy memory
         survives only failures of processes. Their share is unknown, so each tier has the interval for all
         failures.
 

@@ -22,9 +22,9 @@ from fastload.comm.steps import GatheringStep, Step
 from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import OptionError
-from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Runs
+from fastload.planning.parallel import Cut, Model, Parallel, requests_of
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView, plan_routes
