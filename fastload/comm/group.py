@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from fastload.comm.world import World
 from fastload.errors import WorldError
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions, chosen_options
 
-T = TypeVar("T")
 Options = TypeVar("Options", LoadOptions, SaveOptions, StageOptions)
 
 _BACKENDS = ("nccl", "xccl")  # beside those that were registered with torch
@@ -200,29 +199,6 @@ class Meeting:
                     raise error
         finally:
             del kind, error, trace  # else error → traceback → frame → error would keep all their memory alive
-
-
-def meet(
-    process_group: Any,
-    what: str,
-    choose: Callable[[], SaveOptions],
-    prepare: Callable[[SaveOptions], T],
-) -> tuple[World, SaveOptions, T]:
-    """Forms the world of a save; see `Meeting`.
-
-    Args:
-        process_group: As for `join`.
-        what: Name of the call.
-        choose: Returns the options.
-        prepare: Prepares this rank, given the options.
-
-    Returns:
-        The world, the options, and what `prepare` has returned.
-    """
-    with Meeting(process_group, what) as meeting:
-        chosen = meeting.choose(choose(), SaveOptions)
-        ready = prepare(chosen)
-    return meeting.world, chosen, ready
 
 
 def member_of(rank: int, members: list[int]) -> Member:
