@@ -148,7 +148,7 @@ class StateReader:
         return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
 
     def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
-        """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `wait_copied`."""
+        """Starts to copy ranges of shards to the beginning of a flat uint8 host tensor; see `wait_copied`."""
         position, address = 0, out.data_ptr()
         with self.watch.span(nbytes=out.numel()), self.streams.current():
             for number, shard, begin, end in ranges:
