@@ -326,7 +326,7 @@ class _StateStorage(Storage):
                 self._reader.copy(ranges, torch.frombuffer(buffer, dtype=torch.uint8))
                 self._count.add(len(buffer))
                 offset += len(buffer)
-        self._reader.settle()
+        self._reader.wait_copied()
 
     def _ranges(self, begin: int, end: int) -> Iterator[ShardRange]:
         for index, first, last in self._shards.cut(begin, end - begin):

@@ -438,7 +438,7 @@ class PartAssembler:
         """Copies the bytes of a message out of the state."""
         data = buffer[: message.nbytes]
         self._plan.state.reader.copy(message.ranges, data)
-        self._plan.state.reader.settle()
+        self._plan.state.reader.wait_copied()
         return data
 
     def _pack(self, number: int) -> Tensor:
