@@ -8,7 +8,7 @@ from fastload.base.version import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload import world
-from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, seal, stage, verify
+from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, seal, verify
 from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
@@ -47,12 +47,13 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 
 if TYPE_CHECKING:
     from fastload import estimate, policies
-    from fastload.resharding import redistribute
+    from fastload.ext.redistribute import redistribute
+    from fastload.ext.staging.api import stage
+    from fastload.ext.watch import Version, Watch, watch
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
     from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
-    from fastload.training.watch import Version, Watch, watch
 
 __all__ = [
     "Box",
@@ -122,11 +123,12 @@ __all__ = [
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
-    "Version": "fastload.training.watch",
-    "Watch": "fastload.training.watch",
+    "Version": "fastload.ext.watch",
+    "Watch": "fastload.ext.watch",
     "random_state": "fastload.training.random_state",
-    "redistribute": "fastload.resharding",
-    "watch": "fastload.training.watch",
+    "redistribute": "fastload.ext.redistribute",
+    "stage": "fastload.ext.staging.api",
+    "watch": "fastload.ext.watch",
     "worker_context": "fastload.training.signals",
 }
 

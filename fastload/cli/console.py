@@ -19,6 +19,7 @@ from rich.table import Table
 
 from fastload.base.registry import extensions
 from fastload.errors import FastloadError, OptionError, PeerError
+from fastload.report import LoadReport, StageReport
 
 Command = Callable[..., Any]
 
@@ -183,3 +184,15 @@ def age(since_s: float) -> str:
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
     return f"{age_s:.0f} s"
+
+
+def seconds(duration_s: float) -> str:
+    """Returns a time as tables show it."""
+    return f"{duration_s:.2f} s"
+
+
+def print_notes(report: LoadReport | StageReport) -> None:
+    """Prints what a report notes of ranks."""
+    for own in report.ranks:
+        if own.note:
+            stdout().print(f"rank {own.rank} on {own.host} {own.note}")

@@ -1,4 +1,4 @@
-"""``fastload load``, ``verify``, ``seal`` and ``stage``, which run on all ranks of a job."""
+"""``fastload load``, ``verify`` and ``seal``, which run on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from torch import Tensor
 import fastload
 from fastload.base.devices import is_accelerator
 from fastload.base.units import count
-from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
+from fastload.cli.console import (
+    json_option,
+    print_json,
+    print_notes,
+    print_table,
+    progress,
+    seconds,
+    set_rank,
+    stdout,
+    table_of,
+)
 from fastload.comm.group import separate_call
 from fastload.comm.launch import Launch, from_env, initialize
 from fastload.errors import FastloadError, OptionError
@@ -163,13 +173,13 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
             decimal(own.bytes_read) if own.reader else "–",
             decimal(own.bytes_received),
             decimal(own.bytes_in),
-            *map(_seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
+            *map(seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
             decimal(own.peak_staging_bytes),
         )
     print_table(table)
     for rank, digest in enumerate(digests or []):
         console.print(f"digest of rank {rank}: {digest}")
-    _print_notes(report)
+    print_notes(report)
 
 
 def _reads_of(report: fastload.LoadReport) -> str:
@@ -184,16 +194,6 @@ def _reads_of(report: fastload.LoadReport) -> str:
     return (
         f"{count(num_reads, 'read')}, {in_flight:.0f} in flight on each reader{after}; limit: {report.limit}"
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s"
-
-
-def _print_notes(report: fastload.LoadReport | fastload.StageReport) -> None:
-    for own in report.ranks:
-        if own.note:
-            stdout().print(f"rank {own.rank} on {own.host} {own.note}")
 
 
 @click.command(short_help="Check every byte of a checkpoint.")
@@ -237,53 +237,6 @@ def _read_all(
     ranks = count(len(report.ranks), "rank")
     stdout().print(f"{report.url}: {outcome}: {blocks}, {decimal(report.nbytes)} in {files}")
     stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
-
-
-@click.command(short_help="Copy a checkpoint to every host of a job.")
-@click.argument("src")
-@click.argument("dst")
-@click.option("--overwrite", is_flag=True, help="Replace another checkpoint at DST.")
-@click.option("--no-verify", is_flag=True, help="Check only the sizes of files that are at DST already.")
-@json_option
-def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -> None:
-    """Copy the checkpoint at SRC to the directory DST of every host of a torchrun or srun job.
-
-    DST is on a disk of each host, or in /dev/shm. SRC is read once in the whole job, and verified.
-    A complete copy is left alone; an incomplete one is completed. Loads of DST do not need SRC.
-    """
-    rank, _ = initialize()
-    set_rank(rank)
-    with progress(rank, shown=not as_json, what="staging") as show:
-        verify: dict[str, Any] = {"verify": False} if no_verify else {}
-        options = fastload.StageOptions(overwrite=overwrite, progress=show, **verify)
-        report = fastload.stage(src, dst, options=options)
-    if rank == 0 and as_json:
-        print_json(report.to_dict())
-    elif rank == 0:
-        _print_stage(report)
-
-
-def _print_stage(report: fastload.StageReport) -> None:
-    console = stdout()
-    rate = report.nbytes / report.total_s if report.total_s else 0.0
-    console.print(
-        f"{report.url}: {decimal(report.nbytes)} in {count(report.num_files, 'file')}, "
-        f"at {report.path} of {count(report.num_hosts, 'host')}"
-    )
-    console.print(
-        f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each host; "
-        f"read from there: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint; "
-        f"digest {report.digest}"
-    )
-    heads = "host", "kept", "read", "fed", "received", "written", "reading", "exchange", "writing", "total"
-    table = table_of(*heads, text=("host",))
-    for own in report.ranks:
-        if own.leads:
-            sizes = own.bytes_kept, own.bytes_read, own.bytes_fed, own.bytes_received, own.bytes_written
-            times = own.read_s, own.exchange_s, own.write_s, own.total_s
-            table.add_row(own.host, *map(decimal, sizes), *map(_seconds, times))
-    print_table(table)
-    _print_notes(report)
 
 
 @dataclass(frozen=True)

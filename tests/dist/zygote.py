@@ -40,8 +40,8 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+import fastload.ext.staging.stage
 import fastload.saving.save
-import fastload.staging.stage
 import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
 from tests.accelerator import GROUP, accelerator
 from tests.e2e.huge_pages import collapse_memory

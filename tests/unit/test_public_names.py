@@ -47,7 +47,7 @@ def test_what_the_pages_name_is_there_and_costs_nothing_before_it_is_used(fresh:
     assert names == [[], [], True, "fastload.planning.sizing"]
 
 
-NOT_FOR_A_LOAD = set("cli estimate integrations planning saving staging training".split())
+NOT_FOR_A_LOAD = set("cli estimate ext integrations planning saving training".split())
 OF_SOME_STORAGES = set(
     "bucket local_copy local_target object_target objects pending remote s3_target".split()
 )

@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
-    "cli/convert.py",
+    "ext/convert.py",
     "cli/load.py",
     "planning/doctor/facts.py",
     "integrations/dcp/common.py",
@@ -78,7 +78,7 @@ PURE = {
     "formats/names.py",
     "formats/record.py",
     "formats/safetensors/header.py",
-    "staging/inventory.py",
+    "ext/staging/inventory.py",
     "transfer/demand.py",
     "transfer/messages.py",
     "transfer/routed_plan.py",
