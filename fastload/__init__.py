@@ -8,7 +8,7 @@ from fastload.base.version import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload import world
-from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, seal, stage, verify
+from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, seal, verify
 from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
@@ -46,13 +46,14 @@ from fastload.report import (
 from fastload.storage import FileStat, Folder, Storage, WritableStorage, register_storage
 
 if TYPE_CHECKING:
-    from fastload import estimate
-    from fastload.resharding import redistribute
+    from fastload import estimate, policies
+    from fastload.ext.redistribute import redistribute
+    from fastload.ext.staging.api import stage
+    from fastload.ext.watch import Version, Watch, watch
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
     from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
-    from fastload.training.watch import Version, Watch, watch
 
 __all__ = [
     "Box",
@@ -102,6 +103,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "policies",
     "prefetch",
     "random_state",
     "redistribute",
@@ -121,19 +123,20 @@ __all__ = [
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
-    "Version": "fastload.training.watch",
-    "Watch": "fastload.training.watch",
+    "Version": "fastload.ext.watch",
+    "Watch": "fastload.ext.watch",
     "random_state": "fastload.training.random_state",
-    "redistribute": "fastload.resharding",
-    "watch": "fastload.training.watch",
+    "redistribute": "fastload.ext.redistribute",
+    "stage": "fastload.ext.staging.api",
+    "watch": "fastload.ext.watch",
     "worker_context": "fastload.training.signals",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports what a load needs nothing of when it is first used."""
-    if name == "estimate":
-        return import_module("fastload.estimate")
+    if name in ("estimate", "policies"):
+        return import_module(f"fastload.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_MODULES[name]), name)

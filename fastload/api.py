@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fastload.comm.group import meet
-from fastload.errors import CheckpointExists, OptionError
+from fastload.comm.group import Meeting
 from fastload.formats.delta import read_chain, result_of_chain
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
-from fastload.loading.access import Access, open_access
+from fastload.loading.access import open_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import LoadOptions, SaveOptions, StageOptions, chosen_options
-from fastload.report import SaveReport, StageReport, VerifyReport
-from fastload.storage import Location, PatientStorage, locate, name_of, open_patiently, require_writable
+from fastload.options import LoadOptions, SaveOptions, chosen_options
+from fastload.report import SaveReport, VerifyReport
+from fastload.storage import (
+    Location,
+    PatientStorage,
+    locate,
+    name_of,
+    open_patiently,
+    require_writable,
+)
 
 if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.background import SaveHandle
@@ -156,103 +159,13 @@ def _open(
     *,
     ends_call: bool = False,
 ) -> Checkpoint:
-    what = f"opening {name_of(path)}"
-    world, chosen, location = meet(
-        process_group, what, partial(chosen_options, options, LoadOptions), lambda _: locate(path)
-    )
+    with Meeting(process_group, f"opening {name_of(path)}") as meeting:
+        chosen, location = meeting.choose(options, LoadOptions), locate(path)
+    world = meeting.world
     access = open_access(world, location, storage_options, chosen, {"path": location.given})
     if ends_call:
         world.acknowledge()
     return Checkpoint(world, access, chosen)
-
-
-def stage(
-    src: Path,
-    dst: Path,
-    *,
-    process_group: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
-    options: StageOptions | None = None,
-) -> StageReport:
-    """Copies a checkpoint to a disk of each host, byte for byte; together the hosts read every byte once.
-
-    A call of all ranks; one rank of each host writes. All files directly below `src` are copied, and compared
-    on every host with the commit record, if there is one, and with the other hosts' copies. On each host the
-    copy appears in one step.
-
-    A complete copy is left as it is, and supplies the hosts without one. After a failure, or a kill, the next
-    call resumes.
-
-    The bases of a delta are staged first, under their names next to `dst`; what is there is never replaced.
-    The returned report is that of the delta; `StageOptions.on_report` gets one for each of them.
-
-    Args:
-        src: A directory, or a single file, such as one of torch.save; a local path or a URL.
-        dst: The directory to make, on a file system of each host's own; ``/dev/shm`` is possible.
-        process_group: As for `load`.
-        storage_options: As for `load`; for `src`.
-        options: How to stage; None for the defaults.
-
-    Raises:
-        CheckpointNotFound: No rank sees a checkpoint at `src`.
-        IncompleteCheckpoint: Its save never finished, or files are missing.
-        ManifestError: It is malformed.
-        ChecksumError: Bytes differ from those that were written.
-        PeerError: Ranks failed, for example because a disk is full or has something else at `dst`
-            (`CheckpointExists`); with every cause.
-        StorageError: Storage failed, in a group of one rank.
-        OptionError: An option or argument cannot be used.
-    """
-    from fastload.staging.stage import Stage
-
-    began = time.perf_counter()
-
-    def prepare(_: StageOptions) -> tuple[Location, str]:
-        return locate(src), _local(dst, "stage to")
-
-    what = f"staging {name_of(src)}"
-    world, chosen, (location, path) = meet(
-        process_group, what, partial(chosen_options, options, StageOptions), prepare
-    )
-    call = {"call": "stage", "src": location.given, "dst": path}
-    access = open_access(world, location, storage_options, chosen, call)
-    try:
-        for each, copy in _copies(access, path):
-            own = chosen if copy == path else replace(chosen, overwrite=False)
-            try:
-                report = Stage(world, each, copy, own, began=began).run()
-            except CheckpointExists:
-                if copy == path:
-                    raise
-                raise CheckpointExists(
-                    f"{copy}: has the name of a base of {location}, and is another checkpoint: move it away, "
-                    "or stage to another directory"
-                ) from None
-    finally:
-        access.storage.close()
-    return report
-
-
-def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
-    """Returns what is staged, and where to: first the bases of a delta, next to its copy."""
-    chain = access.chain or (access,)
-    paths = [path]
-    for each in access.deltas:
-        assert each.manifest.delta is not None
-        paths.append(os.path.join(os.path.dirname(path), each.manifest.delta.base))
-    if len(set(paths)) < len(paths):
-        raise OptionError(
-            f"{access.manifest.url}: is a delta, and one of its bases has the name of the copy, {path}: "
-            "stage it to a directory with another name"
-        )
-    return list(zip(chain, paths, strict=True))[::-1]
-
-
-def _local(path: Path, use: str) -> str:
-    location = locate(path)
-    if location.scheme:
-        raise OptionError(f"cannot {use} {location}: name a directory on a disk of each host")
-    return location.address
 
 
 def verify(
@@ -318,16 +231,10 @@ def seal(
     """
     from fastload.loading import seal as sealing
 
-    def prepare(_: LoadOptions) -> Location:
-        location = locate(path)
+    with Meeting(process_group, f"sealing {name_of(path)}") as meeting:
+        chosen, location = meeting.choose(options, LoadOptions), locate(path)
         require_writable(location)
-        return location
-
-    what = f"sealing {name_of(path)}"
-    world, chosen, location = meet(
-        process_group, what, partial(chosen_options, options, LoadOptions), prepare
-    )
-    return sealing.seal(world, location, storage_options, chosen)
+    return sealing.seal(meeting.world, location, storage_options, chosen)
 
 
 def save(
@@ -420,7 +327,7 @@ def save_stream(
 
     call = make_call(path, process_group, metadata, storage_options, options, changes={"parts": True})
     with call.world.together():
-        state = take_tensors(call.world, call.what, tensors, lambda: _local(spool, "keep tensors in"))
+        state = take_tensors(call.world, call.what, tensors, spool)
     return saving.save(call, state)
 
 

@@ -5,13 +5,13 @@ All of it works in a process without a process group, too, which is then rank 0 
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastload.comm import group
-from fastload.comm.hosts import node
 from fastload.comm.launch import Launch, from_env, initialize
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.options import LoadOptions
 
@@ -35,8 +35,9 @@ def get_hosts(process_group: Any = None, *, timeout_s: float | None = None) -> l
     Raises:
         PeerError: A rank did not answer in time.
     """
-    here = node(socket.gethostname())
-    return agree("asking for hosts", lambda: here, process_group=process_group, timeout_s=timeout_s)
+    with _call("asking for hosts", process_group, timeout_s) as ranks, ranks.step() as step:
+        step.answer(ranks.node)
+    return step.answers
 
 
 def agree(
@@ -63,13 +64,22 @@ def agree(
         OptionError: There is no function, or the timeout cannot be used; in a group of several ranks, which
             may differ in this, a PeerError.
     """
+    with _call(what, process_group, timeout_s) as ranks:
+        for work in works[:-1]:
+            with ranks.step():
+                work()
+        with ranks.step() as step:
+            if not works:
+                raise OptionError(f"{what}: there is no function to call")
+            step.answer(works[-1]())
+    return step.answers
 
-    def choose() -> LoadOptions:
-        return LoadOptions() if timeout_s is None else LoadOptions(timeout_s=timeout_s)
 
-    def check(_: LoadOptions) -> None:
-        if not works:
-            raise OptionError(f"{what}: there is no function to call")
-
-    world, _, _ = group.meet(process_group, what, choose, check)
-    return group.agree_in(world, what, *works)
+@contextmanager
+def _call(what: str, process_group: Any, timeout_s: float | None) -> Iterator[World]:
+    """Forms the world of a call, which ends with the block."""
+    with group.Meeting(process_group, what) as meeting:
+        given = LoadOptions() if timeout_s is None else LoadOptions(timeout_s=timeout_s)
+        meeting.choose(given, LoadOptions)
+    with meeting.world.ending():
+        yield meeting.world

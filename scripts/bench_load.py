@@ -62,8 +62,8 @@ from rich.table import Table
 
 import fastload
 from fastload import LoadOptions, LoadReport
-from fastload.estimate.parallel import Parallel
 from fastload.formats.state import state_digest
+from fastload.planning.parallel import Parallel
 
 Arm = Callable[[], baselines.State]
 

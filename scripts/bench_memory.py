@@ -192,7 +192,7 @@ def keep(manager: Any, keeper: Any, state: Any, num_ranks: int) -> dict[str, Any
         began = time.perf_counter()
         manager.save(step, tensors)
         stalls.append(slowest(time.perf_counter() - began))
-        keeper.settle()
+        keeper.wait()
         assert keeper.last.report is not None, keeper.last.error
         totals.append(keeper.last.report.total_s)
     return {"stall_s": median(stalls[1:]), "total_s": median(totals[1:]), "copy_s": median(copies[1:])}

@@ -17,14 +17,9 @@ except ImportError as error:
     sys.exit(f"fastload: {error}")
 
 import fastload
-from fastload.cli.cadence import cadence
 from fastload.cli.console import CommandGroup
-from fastload.cli.convert import convert
-from fastload.cli.load import doctor, load, seal, stage, verify
+from fastload.cli.load import load, seal, verify
 from fastload.cli.ls import inspect, ls, prune
-from fastload.cli.pictures import timeline
-from fastload.cli.plan import plan
-from fastload.cli.size import size
 
 __all__ = ["main"]
 
@@ -41,19 +36,5 @@ def main(verbose: bool) -> None:
         logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 
-for _command in (
-    inspect,
-    load,
-    stage,
-    verify,
-    seal,
-    ls,
-    prune,
-    convert,
-    plan,
-    timeline,
-    size,
-    cadence,
-    doctor,
-):
+for _command in (inspect, load, verify, seal, ls, prune):
     main.add_command(_command)

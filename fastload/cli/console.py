@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from fastload.base.registry import extensions
 from fastload.errors import FastloadError, OptionError, PeerError
+from fastload.report import LoadReport, StageReport
 
 Command = Callable[..., Any]
 
@@ -30,8 +32,26 @@ csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print rows as C
 class CommandGroup(click.Group):
     """Commands whose errors become one line on stderr, a JSON object with ``--json``, and an exit status.
 
-    The status is 2 for invalid options or arguments, and 1 for other errors.
+    The status is 2 for invalid options or arguments, and 1 for other errors. Packages bring more commands as
+    entry points of the group ``fastload.commands``, which are imported when they are called.
     """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of all commands."""
+        return sorted({*self.commands, *extensions("commands")})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns a command, one that fails when it is called if it cannot be imported; None without one."""
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        extension = extensions("commands").get(cmd_name)
+        if extension is None:
+            return None
+        try:
+            command: click.Command = extension.load()
+        except OptionError as error:
+            return _Failing(cmd_name, error)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -51,6 +71,18 @@ class CommandGroup(click.Group):
             _print_error(ctx, error)
             causes = error.failures.values() if isinstance(error, PeerError) else [error]
             ctx.exit(2 if causes and all(isinstance(cause, OptionError) for cause in causes) else 1)
+
+
+class _Failing(click.Command):
+    """A command that cannot be imported."""
+
+    def __init__(self, name: str, error: OptionError) -> None:
+        super().__init__(name, short_help="(cannot be imported)", add_help_option=False)
+        self._error = error
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises why."""
+        raise self._error
 
 
 def set_rank(rank: int) -> None:
@@ -152,3 +184,15 @@ def age(since_s: float) -> str:
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
     return f"{age_s:.0f} s"
+
+
+def seconds(duration_s: float) -> str:
+    """Returns a time as tables show it."""
+    return f"{duration_s:.2f} s"
+
+
+def print_notes(report: LoadReport | StageReport) -> None:
+    """Prints what a report notes of ranks."""
+    for own in report.ranks:
+        if own.note:
+            stdout().print(f"rank {own.rank} on {own.host} {own.note}")

@@ -1,10 +1,10 @@
-"""``fastload load``, ``verify``, ``stage`` and ``doctor``, which run on all ranks of a job."""
+"""``fastload load``, ``verify`` and ``seal``, which run on all ranks of a job."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,26 +16,31 @@ from torch import Tensor
 
 import fastload
 from fastload.base.devices import is_accelerator
-from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
-from fastload.comm.group import agree
+from fastload.base.units import count
+from fastload.cli.console import (
+    json_option,
+    print_json,
+    print_notes,
+    print_table,
+    progress,
+    seconds,
+    set_rank,
+    stdout,
+    table_of,
+)
+from fastload.comm.group import separate_call
 from fastload.comm.launch import Launch, from_env, initialize
-from fastload.doctor.examine import examine
-from fastload.doctor.findings import Finding, findings
 from fastload.errors import FastloadError, OptionError
-from fastload.estimate.units import count
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.encoder import encode_state
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.state import OWN_PREFIX, state_digest
-from fastload.options import STRATEGIES, LoadOptions
+from fastload.options import STRATEGIES
 from fastload.storage import locate
 from fastload.storage.single_file import require_writable
 
 if TYPE_CHECKING:  # it takes long to import, and only a sharded load needs it
     from torch.distributed.tensor import DTensor, Placement
-
-
-_MARKS = {"ok": ("✓", None), "note": ("i", None), "problem": ("✗", "bold red")}
 
 
 @click.command(short_help="Load a checkpoint on all ranks, and print a report.")
@@ -99,12 +104,10 @@ def load(
     assert report is not None
     digests = None
     if digest:
-        digests = agree(
-            None,
-            "comparing digests",
-            lambda: state_digest(_local_tensors(state, sharded=sharding is not None)),
-            timeout_s=options.timeout_s,
-        )
+        what = "comparing digests"
+        with separate_call(None, what, timeout_s=options.timeout_s) as world, world.step() as step:
+            step.answer(state_digest(_local_tensors(state, sharded=sharding is not None)))
+        digests = step.answers
     error = checkpoint.trace_error
     if error is None and digests is not None and sharding is None and len(set(digests)) > 1:
         error = FastloadError(f"the ranks hold different states: {digests}")
@@ -127,12 +130,10 @@ def _all_names(manifest: fastload.Manifest, shared: list[TensorEntry]) -> list[s
 
 def _require_trace(rank: int, options: fastload.LoadOptions) -> None:
     """Checks on all ranks, before data move, that rank 0 can write the trace."""
-
-    def check() -> None:
+    what = f"checking that {options.trace} can be written"
+    with separate_call(None, what, timeout_s=options.timeout_s) as world, world.step():
         if rank == 0:
             require_writable(locate(options.trace).url)
-
-    agree(None, f"checking that {options.trace} can be written", check, timeout_s=options.timeout_s)
 
 
 def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
@@ -172,13 +173,13 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
             decimal(own.bytes_read) if own.reader else "–",
             decimal(own.bytes_received),
             decimal(own.bytes_in),
-            *map(_seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
+            *map(seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
             decimal(own.peak_staging_bytes),
         )
     print_table(table)
     for rank, digest in enumerate(digests or []):
         console.print(f"digest of rank {rank}: {digest}")
-    _print_notes(report)
+    print_notes(report)
 
 
 def _reads_of(report: fastload.LoadReport) -> str:
@@ -193,16 +194,6 @@ def _reads_of(report: fastload.LoadReport) -> str:
     return (
         f"{count(num_reads, 'read')}, {in_flight:.0f} in flight on each reader{after}; limit: {report.limit}"
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s"
-
-
-def _print_notes(report: fastload.LoadReport | fastload.StageReport) -> None:
-    for own in report.ranks:
-        if own.note:
-            stdout().print(f"rank {own.rank} on {own.host} {own.note}")
 
 
 @click.command(short_help="Check every byte of a checkpoint.")
@@ -246,53 +237,6 @@ def _read_all(
     ranks = count(len(report.ranks), "rank")
     stdout().print(f"{report.url}: {outcome}: {blocks}, {decimal(report.nbytes)} in {files}")
     stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
-
-
-@click.command(short_help="Copy a checkpoint to every host of a job.")
-@click.argument("src")
-@click.argument("dst")
-@click.option("--overwrite", is_flag=True, help="Replace another checkpoint at DST.")
-@click.option("--no-verify", is_flag=True, help="Check only the sizes of files that are at DST already.")
-@json_option
-def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -> None:
-    """Copy the checkpoint at SRC to the directory DST of every host of a torchrun or srun job.
-
-    DST is on a disk of each host, or in /dev/shm. SRC is read once in the whole job, and verified.
-    A complete copy is left alone; an incomplete one is completed. Loads of DST do not need SRC.
-    """
-    rank, _ = initialize()
-    set_rank(rank)
-    with progress(rank, shown=not as_json, what="staging") as show:
-        verify: dict[str, Any] = {"verify": False} if no_verify else {}
-        options = fastload.StageOptions(overwrite=overwrite, progress=show, **verify)
-        report = fastload.stage(src, dst, options=options)
-    if rank == 0 and as_json:
-        print_json(report.to_dict())
-    elif rank == 0:
-        _print_stage(report)
-
-
-def _print_stage(report: fastload.StageReport) -> None:
-    console = stdout()
-    rate = report.nbytes / report.total_s if report.total_s else 0.0
-    console.print(
-        f"{report.url}: {decimal(report.nbytes)} in {count(report.num_files, 'file')}, "
-        f"at {report.path} of {count(report.num_hosts, 'host')}"
-    )
-    console.print(
-        f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each host; "
-        f"read from there: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint; "
-        f"digest {report.digest}"
-    )
-    heads = "host", "kept", "read", "fed", "received", "written", "reading", "exchange", "writing", "total"
-    table = table_of(*heads, text=("host",))
-    for own in report.ranks:
-        if own.leads:
-            sizes = own.bytes_kept, own.bytes_read, own.bytes_fed, own.bytes_received, own.bytes_written
-            times = own.read_s, own.exchange_s, own.write_s, own.total_s
-            table.add_row(own.host, *map(decimal, sizes), *map(_seconds, times))
-    print_table(table)
-    _print_notes(report)
 
 
 @dataclass(frozen=True)
@@ -378,45 +322,3 @@ def _sharded_dim(placement: str) -> int | None:
     if shard is None:
         raise OptionError(f"placement {placement!r} is neither replicate nor shard(DIMENSION)")
     return int(shard[1])
-
-
-@click.command(short_help="Find problems of a job and its hosts.")
-@click.argument("path", required=False)
-@json_option
-@click.pass_context
-def doctor(ctx: click.Context, path: str | None, as_json: bool) -> None:
-    """Find problems of a job and its hosts that affect loads and saves, and say what to do about them.
-
-    PATH is a checkpoint to load, or a directory for checkpoints. Nothing is written, and only the headers of
-    a checkpoint are read. Under torchrun or srun all ranks take part, and the hosts send each other bytes
-    for some seconds:
-
-    torchrun … -m fastload doctor PATH
-
-    Rank 0 exits with 1 if there is a problem.
-    """
-    launch = from_env()
-    location = locate(path) if path is not None else None
-    options = LoadOptions()
-    set_rank(launch.rank)
-    site = examine(launch, location, options)
-    if launch.rank:
-        return  # torchrun would print a long report for each rank that exits with an error
-    found = findings(site)
-    if as_json:
-        print_json({"findings": [asdict(one) for one in found], **asdict(site)})
-    else:
-        _print(found)
-    ctx.exit(int(any(one.level == "problem" for one in found)))
-
-
-def _print(found: list[Finding]) -> None:
-    console = stdout()
-    table = table_of("", "subject", "found", text=("", "subject", "found"))
-    for one in found:
-        mark, style = _MARKS[one.level]
-        advice = f"\n→ {one.advice}" if one.advice else ""
-        table.add_row(mark, one.subject, one.found + advice, style=style)
-    console.print(table)
-    problems, notes = (sum(one.level == level for one in found) for level in ("problem", "note"))
-    console.print(f"{count(problems, 'problem')}, {count(notes, 'note')}")

@@ -10,9 +10,9 @@ import click
 from rich.filesize import decimal
 
 import fastload
+from fastload.base.units import count
 from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
 from fastload.errors import CheckpointNotFound, UnsupportedVersion
-from fastload.estimate.units import count
 from fastload.formats.manifest import Delta, TensorEntry
 from fastload.formats.state import own_view
 from fastload.geometry.box import row_major

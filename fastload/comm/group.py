@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -17,9 +19,8 @@ from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
 from fastload.errors import WorldError
-from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
+from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions, chosen_options
 
-T = TypeVar("T")
 Options = TypeVar("Options", LoadOptions, SaveOptions, StageOptions)
 
 _BACKENDS = ("nccl", "xccl")  # beside those that were registered with torch
@@ -130,70 +131,74 @@ def join_in(
     return world
 
 
-def meet(
-    process_group: Any,
-    what: str,
-    choose: Callable[[], Options],
-    prepare: Callable[[Options], T],
-) -> tuple[World, Options, T]:
-    """Forms the world even if this rank has failed, so that the others learn of it.
+@contextmanager
+def separate_call(process_group: Any, what: str, *, timeout_s: float) -> Iterator[World]:
+    """Forms the world of a separate call, which ends with the block.
+
+        with separate_call(None, "comparing digests", timeout_s=60) as world, world.step() as step:
+            step.answer(digest())
+
+    Args:
+        process_group: As for `join`.
+        what: Name of the call.
+        timeout_s: As for `join`.
+    """
+    world = join(process_group, call=what, timeout_s=timeout_s)
+    with world.ending():
+        yield world
+
+
+class Meeting:
+    """The block in which this rank checks the arguments of a call, before it meets the others.
+
+        with Meeting(process_group, "opening /a") as meeting:
+            chosen = meeting.choose(options, LoadOptions)
+        world = meeting.world
+
+    An exception in the block is raised on all ranks, in the first step of the call.
 
     Args:
         process_group: As for `join`.
         what: Name of the call. Ranks that make another call are out of step.
-        choose: Returns the options. An exception it raises is raised on all ranks.
-        prepare: Prepares this rank, given the options; likewise.
-
-    Returns:
-        The world, the options, and what `prepare` has returned.
     """
-    timeout_s: float = SETTINGS["timeout_s"].default
-    problem: BaseException | None = None
-    try:
-        chosen = choose()
-        timeout_s = chosen.timeout_s
-        ready = prepare(chosen)
-    except BaseException as error:
-        problem = error
-    try:
-        if problem is None:
-            return join(process_group, call=what, timeout_s=timeout_s), chosen, ready
-        if is_leaving := not isinstance(problem, Exception):
-            timeout_s = min(timeout_s, _LEAVING_S)
-        world = join(process_group, call=what, timeout_s=timeout_s)
-        with world.together():
-            if is_leaving:
-                raise problem
-            with world.step(what):
-                raise problem
-    finally:
-        problem = None  # else error → traceback → frame → error would keep all their memory alive
-    raise AssertionError("the ranks agreed although this one failed")
 
+    def __init__(self, process_group: Any, what: str) -> None:
+        self._process_group = process_group
+        self._what = what
+        self._timeout_s: float = SETTINGS["timeout_s"].default
+        self._world: World | None = None
 
-def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: float) -> list[Any]:
-    """Does work on all ranks of a group, in a separate call; returns the results of the last work.
+    def __enter__(self) -> Meeting:
+        return self
 
-    Args:
-        process_group: As for `join`.
-        what: As for `meet`.
-        works: Pieces of work; all ranks end one before any begins the next. See `World.step`.
-        timeout_s: As for `join`.
-    """
-    return agree_in(join(process_group, call=what, timeout_s=timeout_s), what, *works)
+    def choose(self, options: Options | None, kind: type[Options]) -> Options:
+        """Returns the caller's options, whose timeout is that of the call; the defaults for None.
 
+        Raises:
+            OptionError: As for `chosen_options`.
+        """
+        chosen = chosen_options(options, kind)
+        self._timeout_s = chosen.timeout_s
+        return chosen
 
-def agree_in(world: World, what: str, *works: Callable[[], Any]) -> list[Any]:
-    """Does work on all ranks, as `agree`, in a world that was formed for it."""
-    *before, last = works
-    with world.together():
-        for work in before:
-            with world.step(what):
-                work()
-        with world.step(what) as step:
-            step.answer(last())
-    world.acknowledge()
-    return step.answers
+    @property
+    def world(self) -> World:
+        """The ranks, after the block."""
+        assert self._world is not None, "after the block"
+        return self._world
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_leaving = error is not None and not isinstance(error, Exception)
+        timeout_s = min(self._timeout_s, _LEAVING_S) if is_leaving else self._timeout_s
+        try:
+            world = self._world = join(self._process_group, call=self._what, timeout_s=timeout_s)
+            if error is not None:
+                with world.together(), world.step():
+                    raise error
+        finally:
+            del kind, error, trace  # else error → traceback → frame → error would keep all their memory alive
 
 
 def member_of(rank: int, members: list[int]) -> Member:

@@ -77,7 +77,7 @@ class Tracing:
         """Records a complete span that ends with the block, and leaves the spans as `leave` does."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.leave(name, began_s, error)
             raise
         self.leave(name, began_s, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ class World:
 
     # Agreement
 
-    def step(self, what: str, *, is_long: bool = False) -> Step:
+    def step(self, what: str = "", *, is_long: bool = False) -> Step:
         """Returns a block in which each rank does its part of a step and answers; see `steps.Step`.
 
             with world.step("opening a checkpoint") as step:
@@ -137,11 +138,11 @@ class World:
         code, is a `PlanMismatch` on all.
 
         Args:
-            what: Name of the step, for messages.
+            what: Name of the step, for messages; empty for that of the call.
             is_long: Whether a rank that fails sets the failure flag at once, and a late rank is waited for as
                 long as it makes progress.
         """
-        return Step(self, what, _place(), is_long=is_long)
+        return Step(self, what or self.rendezvous.call, _place(), is_long=is_long)
 
     def gathering_step(self, what: str) -> GatheringStep:
         """Returns the block of a step in which each rank answers bytes; these are two agreements."""
@@ -206,34 +207,6 @@ class World:
             require_same_step(decision)
         return decision
 
-    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Does work on every rank; returns the result of each, or raises on all ranks.
-
-        Args:
-            what: Name of the step, for messages.
-            work: Returns a JSON value; an exception it raises is raised on all ranks.
-
-        Raises:
-            FastloadError: Work failed on a rank (see `joint_error`), or a rank did not respond.
-        """
-        with Step(self, what, _place()) as step:
-            step.answer(work())
-        return step.answers
-
-    def settle(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Does this rank's part of long work; returns the result of each rank, or raises on all ranks.
-
-        Args:
-            what: Name of the step, for messages.
-            work: Returns a JSON value.
-
-        Raises:
-            FastloadError: Work failed on a rank (see `joint_error`), or a rank did not respond.
-        """
-        with Step(self, what, _place(), is_long=True) as step:
-            step.answer(work())
-        return step.answers
-
     def tell(
         self, what: str, report: T, on_report: Callable[[T], object] | None, *, some_listen: bool
     ) -> None:
@@ -276,29 +249,14 @@ class World:
                 self.leave(error)
             raise
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The block of the last steps of a call: as `together`, and then acknowledges the last one."""
+        with self.together():
+            yield
+        self.acknowledge()
+
     # Bytes
-
-    def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
-        """Makes bytes on one rank and returns them on all.
-
-        Raises:
-            CheckpointError: `make` raised it; the same on all ranks.
-            PeerError: `make` raised another error, or a rank did not respond.
-        """
-        with Step(self, what, _place()) as step:
-            if self.rank == source:
-                step.answer(attach=make())
-        return step.attachment
-
-    def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
-        """Makes bytes on every rank and returns those of all; equal bytes travel once.
-
-        Raises:
-            FastloadError: Making them failed on a rank, or a rank did not respond.
-        """
-        with GatheringStep(self, what, _place()) as step:
-            step.answer(make())
-        return step.answers
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for one rank, which takes them with `take_bytes`, from the same place, once."""
@@ -387,8 +345,8 @@ def _place() -> str:
 class Decisions:
     """Rank 0's decisions, which the other ranks read in the same order through the rendezvous store.
 
-    Rank 0 deletes decisions that all ranks have read: these count them in blocks. The last rank that closes
-    deletes the rest, if the store stays.
+    Rank 0 posts them, perhaps ahead, and all ranks take them. It deletes decisions that all ranks have read:
+    these count them in blocks. The last rank that closes deletes the rest, if the store stays.
 
     Args:
         world: The ranks.
@@ -400,33 +358,40 @@ class Decisions:
         self._world = world
         self._name = name
         self._what = what
-        self._num_made = 0
+        self._num_made = 0  # on rank 0 those that it has posted, on others those that they have taken
+        self._posted: deque[Any] = deque()  # on rank 0, which takes them as well
         self._num_read_blocks = 0
         self._stale: list[str] = []
 
-    def share(self, decide: Callable[[], Any]) -> Any:
-        """Returns what rank 0 decides.
-
-        Args:
-            decide: Called on rank 0 only; returns JSON values.
+    def post(self, decision: Any) -> None:
+        """Posts the next decision, a JSON value; on rank 0 only.
 
         Raises:
-            PeerError: Rank 0 did not come to this call in time.
+            PeerError: The store is gone.
         """
         world, number = self._world, self._num_made
         self._num_made += 1
-        if world.rank != 0:
-            text = world.rendezvous.await_text(self._what, self._key(number), 0)
-            if self._num_made % _BLOCK == 0:
-                world.rendezvous.count(self._what, self._count_key(number // _BLOCK), 1)
-            return json.loads(text)
-        decision = decide()
+        self._posted.append(decision)
         if world.size > 1:
             if number % _BLOCK == 0:
                 self._look_for_stale(number // _BLOCK)
             forget, self._stale = self._stale[:_DELETED_AT_ONCE], self._stale[_DELETED_AT_ONCE:]
             world.rendezvous.post(self._what, self._key(number), json.dumps(decision), forget=forget)
-        return decision
+
+    def take(self) -> Any:
+        """Returns the next decision; rank 0 has posted it.
+
+        Raises:
+            PeerError: Rank 0 did not come to this call in time.
+        """
+        if self._world.rank == 0:
+            return self._posted.popleft()
+        number = self._num_made
+        self._num_made += 1
+        text = self._world.rendezvous.await_text(self._what, self._key(number), 0)
+        if self._num_made % _BLOCK == 0:
+            self._world.rendezvous.count(self._what, self._count_key(number // _BLOCK), 1)
+        return json.loads(text)
 
     def close(self, *keys: str) -> None:
         """Ends the decisions on this rank; never raises.

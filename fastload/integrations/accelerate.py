@@ -14,17 +14,17 @@ import accelerate
 import xxhash
 
 import fastload
-from fastload import IncompleteCheckpoint, LoadOptions, SaveOptions
+from fastload import IncompleteCheckpoint, LoadOptions, SaveOptions, world
 from fastload.formats.names import RECORD_NAME
 from fastload.integrations.frameworks import (
     BackgroundSave,
     is_fastload_checkpoint,
     live_state,
-    on_rank_0,
     refuse,
     require_signatures,
     require_storable_states,
     state_to_save,
+    step_of_all,
     unknown_version,
     unsupported_tensors,
 )
@@ -140,7 +140,9 @@ class _StateMethods:
             "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
         }
         path = os.path.join(folder, FOLDER)
-        metadata = {_DIGEST_KEY: on_rank_0(f"looking at {folder}", lambda: _digest_of(folder))}
+        with step_of_all(f"looking at {folder}") as step:
+            step.answer(_digest_of(folder) if world.get_rank() == 0 else "")
+        metadata = {_DIGEST_KEY: step.answers[0]}
         self._saves.save(state, path, in_background=self._in_background, metadata=metadata)
         return location
 
@@ -168,15 +170,12 @@ class _StateMethods:
 
     def _require_one_save(self, folder: str, digest: str | None) -> None:
         """Raises unless accelerate's files were saved together with the checkpoint."""
-
-        def check() -> None:
-            if digest not in (None, _digest_of(folder)):
+        with step_of_all(f"looking at {folder}", options=self._load_options):
+            if world.get_rank() == 0 and digest not in (None, _digest_of(folder)):
                 raise IncompleteCheckpoint(
                     f"{folder}: the files of accelerate and {FOLDER}/ are not of the same save: a later one "
                     f"was cut off, or made without fastload (to load that one, remove {FOLDER}/)"
                 )
-
-        on_rank_0(f"looking at {folder}", check, self._load_options)
 
     def _load_rest(self, *arguments: Any, **keywords: Any) -> tuple[list[Any], list[Any]]:
         """Has accelerate load all but models and optimizers; returns these."""
@@ -217,25 +216,27 @@ class _StateMethods:
         if not configuration.automatic_checkpoint_naming:
             return None
         parent = os.path.join(self._accelerator.project_dir or "", "checkpoints")
-
-        def find() -> tuple[int, str] | None:
-            names = os.listdir(parent) if os.path.isdir(parent) else []
-            numbers = {name: int(match[1]) for name in names if (match := re.search(r"(\d+)$", name))}
-            folders = [os.path.join(parent, name) for name in sorted(numbers, key=numbers.__getitem__)]
-            complete = [number for number, folder in enumerate(folders) if _has_models(folder)]
-            if not complete:
-                return None
-            for folder in folders[complete[-1] + 1 :]:
-                shutil.rmtree(folder)
-            newest = folders[complete[-1]]
-            return numbers[os.path.basename(newest)], newest
-
-        found = on_rank_0(f"looking for the newest state in {parent}", find, self._load_options)
-        if found is None:
+        with step_of_all(f"looking for the newest state in {parent}", options=self._load_options) as step:
+            step.answer(_take_newest(parent) if world.get_rank() == 0 else None)
+        if step.answers[0] is None:
             return None
-        number, folder = found
+        number, folder = step.answers[0]
         configuration.iteration = number + 1
         return str(folder)
+
+
+def _take_newest(parent: str) -> tuple[int, str] | None:
+    """Returns number and path of the newest complete state with an automatic name; removes newer ones."""
+    names = os.listdir(parent) if os.path.isdir(parent) else []
+    numbers = {name: int(match[1]) for name in names if (match := re.search(r"(\d+)$", name))}
+    folders = [os.path.join(parent, name) for name in sorted(numbers, key=numbers.__getitem__)]
+    complete = [number for number, folder in enumerate(folders) if _has_models(folder)]
+    if not complete:
+        return None
+    for folder in folders[complete[-1] + 1 :]:
+        shutil.rmtree(folder)
+    newest = folders[complete[-1]]
+    return numbers[os.path.basename(newest)], newest
 
 
 def _has_models(folder: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
 from fastload.formats.names import ADAPTER_STEM
-from fastload.integrations.frameworks import agree
+from fastload.integrations.frameworks import step_of_all
 from fastload.saving.background import await_end
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
@@ -77,12 +77,10 @@ class DirectorySave:
         failures = [error for handle in self._handles if (error := _failure(handle)) is not None]
         if failures:
             raise failures[0]
-
-        def publish() -> None:
+        what = f"publishing {self.path}"
+        with step_of_all(what, process_group=self._group, options=self._options):
             if self._error is not None:
                 raise self._error
-
-        agree(f"publishing {self.path}", publish, process_group=self._group, options=self._options)
 
     @property
     def is_running(self) -> bool:

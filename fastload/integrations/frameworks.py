@@ -7,8 +7,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,8 @@ from fastload import (
     save,
     world,
 )
-from fastload.comm.group import agree_in, meet
+from fastload.comm.group import Meeting
+from fastload.comm.steps import Step
 from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
 from fastload.geometry.dtensors import local_of
@@ -106,27 +108,29 @@ def _other_classes(tensors: Iterable[Tensor]) -> str:
     return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
 
 
-def agree(
-    what: str,
-    *works: Callable[[], Any],
-    process_group: Any = None,
-    options: LoadOptions | SaveOptions | None = None,
-) -> list[Any]:
-    """Does some work on all ranks, as `fastload.world.agree`.
+@contextmanager
+def step_of_all(
+    what: str, *, process_group: Any = None, options: LoadOptions | SaveOptions | None = None
+) -> Iterator[Step]:
+    """The block of a step that all ranks take in a call of its own; see `fastload.comm.steps.Step`.
+
+        with step_of_all("looking at /a") as step:
+            step.answer(os.path.isfile("/a") if world.get_rank() == 0 else None)
+        is_file = step.answers[0]
 
     Args:
-        what: Name of the work, for messages.
-        works: As for `fastload.world.agree`.
+        what: Name of the step, for messages.
         process_group: As for `fastload.load`.
         options: Of the caller, who has not checked them; they give the timeout. None for the defaults.
 
     Raises:
-        FastloadError: It failed on a rank, or a rank has options of another class.
+        FastloadError: The block failed on a rank, or a rank has options of another class.
     """
     kind: Any = SaveOptions if isinstance(options, SaveOptions) else LoadOptions
-    choose = partial(chosen_options, options, kind)
-    joined, _, _ = meet(process_group, what, choose, lambda _: None)
-    return agree_in(joined, what, *works)
+    with Meeting(process_group, what) as meeting:
+        meeting.choose(options, kind)
+    with meeting.world.ending(), meeting.world.step() as step:
+        yield step
 
 
 def require_storable_states(optimizers: Iterable[Any]) -> None:
@@ -190,21 +194,6 @@ def _future_states(optimizer: Any) -> Iterator[Tensor]:
                 yield new_buffer(parameter, True)
 
 
-def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = None) -> Any:
-    """Does some work on rank 0; returns its result on all ranks.
-
-    Args:
-        what: Name of the work, for messages.
-        work: Returns JSON values.
-        options: Give the timeout; None for the defaults.
-
-    Raises:
-        FastloadError: It failed.
-    """
-    own = work if world.get_rank() == 0 else lambda: None
-    return agree(what, own, options=options)[0]
-
-
 def lone_group() -> Any:
     """Returns a group of this rank alone, without the other ranks; None if it is alone anyway."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -219,8 +208,9 @@ def _lone_group(default_group: Any) -> Any:
 
 def is_fastload_checkpoint(folder: str) -> bool:
     """Whether fastload saved the checkpoint in a directory, as rank 0 sees it. A call of all ranks."""
-    path = os.path.join(folder, RECORD_NAME)
-    return bool(on_rank_0(f"looking at {folder}", lambda: os.path.isfile(path)))
+    with step_of_all(f"looking at {folder}") as step:
+        step.answer(world.get_rank() == 0 and os.path.isfile(os.path.join(folder, RECORD_NAME)))
+    return bool(step.answers[0])
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:
@@ -237,10 +227,8 @@ def state_to_save(model: nn.Module, process_group: Any = None) -> dict[str, Any]
         model: The model.
         process_group: As for `fastload.save`; all of its ranks call this.
     """
-    found: list[dict[str, Any]] = []
-    what = "taking the state of the model"
-    agree(what, lambda: found.append(live_state(model)), process_group=process_group)
-    [state] = found
+    with step_of_all("taking the state of the model", process_group=process_group):
+        state = live_state(model)
     names = {_bare(name) for name, _ in model.named_buffers()}
     buffers = [name for name in state if _bare(name) in names and type(state[name]) is Tensor]
     if dist.is_initialized():

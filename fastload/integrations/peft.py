@@ -16,10 +16,10 @@ from fastload import LoadOptions, OptionError, SaveOptions
 from fastload.geometry.dtensors import local_of
 from fastload.integrations.directory_save import DirectorySave
 from fastload.integrations.frameworks import (
-    agree,
     live_state,
     require_signatures,
     state_to_save,
+    step_of_all,
     unknown_version,
 )
 from fastload.storage import locate, name_of
@@ -78,17 +78,14 @@ def save(
         FastloadError: As for `fastload.save`.
     """
     require_signatures(peft, TESTED, _SIGNATURES)
-    state, tensors = state_to_save(model, process_group), dict[str, Tensor]()
-
-    def collect() -> None:
+    state = state_to_save(model, process_group)
+    with step_of_all(f"saving the adapter {adapter_name!r}", process_group=process_group):
         _require_adapter(model, adapter_name)
         if (location := locate(path)).scheme:
             raise OptionError(f"{location}: an adapter is saved to a file system: give a path")
         if os.path.isfile(location.address):
             raise OptionError(f"{location} is a file: an adapter is saved as a directory")
-        tensors.update(tensors_of(model, adapter_name, state))
-
-    agree(f"saving the adapter {adapter_name!r}", collect, process_group=process_group)
+        tensors = tensors_of(model, adapter_name, state)
     DirectorySave(
         os.path.realpath(locate(path).address),
         {"": tensors},
@@ -124,17 +121,13 @@ def load(
     """
     require_signatures(peft, TESTED, _SIGNATURES)
     is_new = adapter_name not in model.peft_config
-    found: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
-
-    def add() -> None:
-        if is_new:
-            model.add_adapter(adapter_name, PeftConfig.from_pretrained(os.fspath(path)))
-        state = live_state(model)
-        found.append((state, tensors_of(model, adapter_name, state, unshared=False)))
-
     try:
-        agree(f"adding the adapter of {name_of(path)}", add, process_group=process_group, options=options)
-        [(state, into)] = found
+        what = f"adding the adapter of {name_of(path)}"
+        with step_of_all(what, process_group=process_group, options=options):
+            if is_new:
+                model.add_adapter(adapter_name, PeftConfig.from_pretrained(os.fspath(path)))
+            state = live_state(model)
+            into = tensors_of(model, adapter_name, state, unshared=False)
         fastload.load(path, into=into, process_group=process_group, options=options)
         if not _memory_of(into) <= _memory_of(state):  # such as prompts, and ranks that AdaLoRA has selected
             set_peft_model_state_dict(model, into, adapter_name)

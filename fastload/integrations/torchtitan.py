@@ -22,9 +22,9 @@ from fastload.geometry.dtensors import is_dtensor
 from fastload.integrations.dcp import Reader
 from fastload.integrations.frameworks import (
     SaveFuture,
-    on_rank_0,
     require_signatures,
     require_storable_states,
+    step_of_all,
     unknown_version,
 )
 
@@ -142,13 +142,14 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
 
     def _find_load_step(self, folder: str = "") -> int:
         """Returns the highest step that has a checkpoint, as rank 0 sees it; -1 if none has."""
-        path = folder or self.folder
+        with step_of_all(f"looking for checkpoints in {folder or self.folder}") as finding:
+            finding.answer(self._newest_step(folder) if world.get_rank() == 0 else -1)
+        return int(finding.answers[0])
 
-        def newest() -> int:
-            theirs: int = super(CheckpointManager, self)._find_load_step(folder)
-            return max([theirs, *(step for each, step in _paths(path).items() if _has(each, RECORD_NAME))])
-
-        return int(on_rank_0(f"looking for checkpoints in {path}", newest))
+    def _newest_step(self, folder: str) -> int:
+        theirs: int = super()._find_load_step(folder)
+        paths = _paths(folder or self.folder)
+        return max([theirs, *(step for path, step in paths.items() if _has(path, RECORD_NAME))])
 
 
 def _require_supported(config: Any) -> None:

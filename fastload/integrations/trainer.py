@@ -15,17 +15,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastload import LoadOptions, PerRank, SaveOptions, load, random_state
+from fastload import LoadOptions, PerRank, SaveOptions, load, random_state, world
 from fastload import open as open_checkpoint
 from fastload.integrations.directory_save import REPLACED, DirectorySave, clear_pending
 from fastload.integrations.frameworks import (
     is_fastload_checkpoint,
     live_state,
-    on_rank_0,
     refuse,
     require_signatures,
     require_storable_states,
     state_to_save,
+    step_of_all,
     unknown_version,
     unsupported_tensors,
 )
@@ -117,7 +117,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         self._end_save()
         if folder not in self._cleared:
             self._cleared.add(folder)
-            on_rank_0(f"clearing {folder}", partial(clear_pending, folder, PREFIX_CHECKPOINT_DIR))
+            with step_of_all(f"clearing {folder}"):
+                if world.get_rank() == 0:
+                    clear_pending(folder, PREFIX_CHECKPOINT_DIR)
         self._note_best(folder)
         model = self._bare_model()
         state = state_to_save(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -30,8 +30,9 @@ from fastload import (
     TensorEntry,
 )
 from fastload import open as open_checkpoint
+from fastload.comm.steps import Step
 from fastload.formats.dtypes import torch_spec
-from fastload.integrations.frameworks import agree, refuse, require_signatures, unknown_version
+from fastload.integrations.frameworks import refuse, require_signatures, step_of_all, unknown_version
 from fastload.storage import name_of
 
 TESTED = "5.23"
@@ -103,10 +104,12 @@ def from_pretrained(
         FastloadError: As for `fastload.load`.
     """
     call = _Call(name_of(path), process_group, options)
-    call.agree("set-up", lambda: _require_loadable(os.fspath(path), keywords))
+    with call.step("set-up"):
+        _require_loadable(os.fspath(path), keywords)
     with call.failing_together(), _reading_for(call):
         model = model_class.from_pretrained(path, *arguments, **keywords)
-    call.agree("end", lambda: None)
+    with call.step("end"):
+        pass
     return model
 
 
@@ -124,25 +127,21 @@ class _Call:
     process_group: Any
     options: LoadOptions | None
 
-    def agree(self, step: str, work: Callable[[], Any]) -> None:
-        """Does some work on all ranks; raises on all if it fails on one."""
-        what = f"from_pretrained({self.path!r}): {step}"
-        agree(what, work, process_group=self.process_group, options=self.options)
+    def step(self, name: str) -> contextlib.AbstractContextManager[Step]:
+        """Returns the block of a step of all ranks."""
+        what = f"from_pretrained({self.path!r}): {name}"
+        return step_of_all(what, process_group=self.process_group, options=self.options)
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Reports an error of this rank to the others in their next agreement, whichever that is."""
+        """Reports an error of this rank to the others in their next step, whichever that is."""
         try:
             yield
         except FastloadError:
             raise  # raised on all ranks
-        except Exception as error:
-            problem = error
-
-            def fail() -> None:
-                raise problem
-
-            self.agree("transformers", fail)
+        except Exception:
+            with self.step("transformers"):
+                raise
 
 
 _current: ContextVar[_Call | None] = ContextVar("_current", default=None)
@@ -199,7 +198,8 @@ def _divert() -> None:
 
 def _load(call: _Call, model: Any, files: Sequence[str], load_config: Any) -> dict[str, Any]:
     """Returns this rank's slices of the weights in some files, which all ranks read together."""
-    call.agree(f"{len(files)} files of weights", lambda: _require_plain(load_config))
+    with call.step(f"{len(files)} files of weights"):
+        _require_plain(load_config)
     weights: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         checkpoints = _open(call, files, stack)
@@ -208,14 +208,11 @@ def _load(call: _Call, model: Any, files: Sequence[str], load_config: Any) -> di
                 weights |= {entry.name: _RecordingTensor(entry) for entry in checkpoint.manifest.tensors}
             else:
                 weights |= checkpoint.load()
-
-        def prepare() -> None:
+        with call.step("dry run"):
             recording = {name: each for name, each in weights.items() if isinstance(each, _RecordingTensor)}
             if recording:
                 _dry_run(model, weights, load_config)
-            weights.update({name: _LoadedSlices(each) for name, each in recording.items()})
-
-        call.agree("dry run", prepare)
+            weights |= {name: _LoadedSlices(tensor) for name, tensor in recording.items()}
         for checkpoint in checkpoints:
             if checkpoint.manifest.format in _BY_NAME:
                 lazy = {entry.name: weights[entry.name] for entry in checkpoint.manifest.tensors}

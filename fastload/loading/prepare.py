@@ -97,7 +97,7 @@ class Opened:
         return ChunkReader(
             storage,
             manifest.files,
-            pace=pace_of(threads, plan, ranks_on_host=self.ranks_on_host, in_order=storage.in_order),
+            pace=pace_of(threads, plan, storage, ranks_on_host=self.ranks_on_host),
             verifier=self.verifier,
             guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
             held=self.access.held,

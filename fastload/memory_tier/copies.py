@@ -15,8 +15,9 @@ from fastload.comm.failures import require_left
 from fastload.comm.world import World
 from fastload.geometry.ranges import ByteRange
 from fastload.memory_tier.groups import CopyPlan
-from fastload.saving.exchange import BufferRing, MessageExchange, connect
+from fastload.saving.exchange import BufferRing, MessageExchange, connecting
 from fastload.storage.memory_target import MemoryTarget
+from fastload.transfer.links import accept_offers
 
 _PLACE = "copied"  # where in the store
 _NUM_OUTGOING = 2  # messages in flight, to all targets
@@ -56,13 +57,12 @@ def send_copies(
         FastloadError: Some rank failed.
     """
     what = f"{what}: sending copies"
-
-    def show() -> None:
-        if copies.targets:
-            world.show_bytes(what, _PLACE, zlib.compress(json.dumps(parts).encode(), level=1))
-
-    wire, _ = connect(world, what, {*copies.targets, *copies.sources}, show, sends=bool(copies.targets))
-    assert wire is not None
+    with connecting(world, {*copies.targets, *copies.sources}) as wire:
+        with world.step(what) as step:
+            if copies.targets:
+                world.show_bytes(what, _PLACE, zlib.compress(json.dumps(parts).encode(), level=1))
+            step.answer(wire.offer())
+        accept_offers(world, what, wire, step.answers)
     outgoing = [
         _Copy(rank, names[part.file], part.offset, part.nbytes) for part in parts for rank in copies.targets
     ]
@@ -77,16 +77,14 @@ def send_copies(
     writers = [copy.peer for copy in outgoing]
     exchange = MessageExchange(world, wire, writers, read, num_outgoing=_NUM_OUTGOING)
 
-    def move() -> None:
-        incoming = [_copies_of(world, what, source, names) for source in copies.sources]
-        for of_source in incoming:
-            target.reserve((copy.name, copy.begin, copy.nbytes) for copy in of_source)
-        exchange.open()
-        _receive(exchange, incoming, target)
-        exchange.finish()
-
     try:
-        world.settle(what, move)
+        with world.step(what, is_long=True):
+            incoming = [_copies_of(world, what, source, names) for source in copies.sources]
+            for of_source in incoming:
+                target.reserve((copy.name, copy.begin, copy.nbytes) for copy in of_source)
+            exchange.open()
+            _receive(exchange, incoming, target)
+            exchange.finish()
     finally:
         exchange.close()
 

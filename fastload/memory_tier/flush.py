@@ -118,7 +118,7 @@ _PART_BYTES = 4 << 20
 def flush(
     world: World,
     folder: JobFolder,
-    found: InMemoryCheckpoint,
+    checkpoint: InMemoryCheckpoint,
     open_target: Callable[[], Target],
     options: SaveOptions,
 ) -> None:
@@ -129,47 +129,43 @@ def flush(
     Args:
         world: The ranks.
         folder: The job's folder on this host.
-        found: The checkpoint; it is complete.
+        checkpoint: A complete one.
         open_target: Opens write access to the checkpoint on storage.
         options: How to write.
 
     Raises:
         FastloadError: It failed; the same error on all ranks.
     """
-    what = f"writing step {found.step} from memory to storage"
-    source = min(found.holders)
+    what = f"writing step {checkpoint.step} from memory to storage"
+    source = min(checkpoint.holders)
     target = open_target()
     try:
-        files, table = _share_tables(world, what, folder, found, source)
-        dealt = _deal(files, table, found, target, world.size)
+        files, table = _share_tables(world, what, folder, checkpoint, source)
+        dealt = _deal(files, table, checkpoint, target, world.size)
         names = [name for name, _ in files]
-
-        def prepare() -> Any:
-            return target.prepare(files, overwrite=True) if world.rank == source else None
-
-        ticket = world.agree(f"{what}: preparing", prepare)[source]
-        world.agree(f"{what}: joining", lambda: target.join(ticket) if world.rank != source else None)
+        with world.step(f"{what}: preparing") as preparing:
+            ticket = target.prepare(files, overwrite=True) if world.rank == source else None
+            preparing.answer(ticket)
+        with world.step(f"{what}: joining"):
+            if world.rank != source:
+                target.join(preparing.answers[source])
         num_writes = options.write_threads or target.writes_at_once
         writer = PartWriter(world, target, names, num_threads=num_writes, progress=None)
-
-        def write() -> Mapping[str, Any] | None:
-            if world.rank not in found.holders:
-                return None
-            with closing(_storage(world, folder, found)) as storage:
-                return _write(storage, names, dict(enumerate(dealt)), world.rank, writer)
-
         try:
-            receipts = world.settle(what, write)
+            with world.step(what, is_long=True) as writing:
+                receipt = None
+                if world.rank in checkpoint.holders:
+                    with closing(_storage(world, folder, checkpoint)) as storage:
+                        receipt = _write(storage, names, dict(enumerate(dealt)), world.rank, writer)
+                writing.answer(receipt)
         finally:
             writer.close()
-
-        def publish() -> None:
+        receipts = [receipt for receipt in writing.answers if receipt is not None]
+        with world.step(f"{what}: publishing"):
             if world.rank == source:
-                with closing(_storage(world, folder, found)) as storage:
-                    small = [(name, read_file(storage, name)) for name in (*table.whole, RECORD_NAME)]
-                target.publish([each for each in receipts if each is not None], small)
-
-        world.agree(f"{what}: publishing", publish)
+                with closing(_storage(world, folder, checkpoint)) as storage:
+                    small_files = [(name, read_file(storage, name)) for name in (*table.whole, RECORD_NAME)]
+                target.publish(receipts, small_files)
     except BaseException:
         target.abort()
         raise
@@ -177,30 +173,34 @@ def flush(
         target.close()
 
 
-def _storage(world: World, folder: JobFolder, found: InMemoryCheckpoint) -> PatientStorage:
-    return connect(folder.place(found.name), world, LoadOptions(io="buffered", timeout_s=world.timeout_s))
+def _storage(world: World, folder: JobFolder, checkpoint: InMemoryCheckpoint) -> PatientStorage:
+    options = LoadOptions(io="buffered", timeout_s=world.timeout_s)
+    return connect(folder.place(checkpoint.name), world, options)
 
 
 def _share_tables(
-    world: World, what: str, folder: JobFolder, found: InMemoryCheckpoint, source: int
+    world: World, what: str, folder: JobFolder, checkpoint: InMemoryCheckpoint, source: int
 ) -> tuple[list[tuple[str, int]], ShareTable]:
     """Reads on one rank, for all, names and sizes of the files in shares, and the table of shares."""
-
-    def read() -> bytes:
-        with closing(_storage(world, folder, found)) as storage:
-            manifest, (text, table) = read_manifest(storage), read_table(storage, found)
-        files = [(file.name, file.nbytes) for file in manifest.files if file.name not in table.whole]
-        return join_parts([json.dumps(files).encode(), text])
-
-    packed, text = split_parts(world.share(what, source, read))
+    with world.step(what) as step:
+        if world.rank == source:
+            step.answer(attach=_read_tables(world, folder, checkpoint))
+    packed, text = split_parts(step.attachment)
     files = [(name, nbytes) for name, nbytes in json.loads(packed)]
-    return files, ShareTable.parse(text, found.manifest.table, what)
+    return files, ShareTable.parse(text, checkpoint.manifest.table, what)
+
+
+def _read_tables(world: World, folder: JobFolder, checkpoint: InMemoryCheckpoint) -> bytes:
+    with closing(_storage(world, folder, checkpoint)) as storage:
+        manifest, (text, table) = read_manifest(storage), read_table(storage, checkpoint)
+    files = [(file.name, file.nbytes) for file in manifest.files if file.name not in table.whole]
+    return join_parts([json.dumps(files).encode(), text])
 
 
 def _deal(
     files: Sequence[tuple[str, int]],
     table: ShareTable,
-    found: InMemoryCheckpoint,
+    checkpoint: InMemoryCheckpoint,
     target: Target,
     num_ranks: int,
 ) -> list[list[ByteRange]]:
@@ -217,7 +217,7 @@ def _deal(
             (*each, share) for share, of_share in table.shares.items() for each in of_share.get(name, ())
         ]
         for begin, end, shares in _parts(sorted(ranges), nbytes, unit):
-            holders = [rank for rank, held in found.holders.items() if shares & set(held)]
+            holders = [rank for rank, held in checkpoint.holders.items() if shares & set(held)]
             if not holders:
                 raise StorageError(
                     "it cuts files differently from the shares in memory", url=f"{target.url}/{name}"

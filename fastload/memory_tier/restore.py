@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.comm.group import join
+from fastload.comm.group import join, separate_call
 from fastload.comm.world import World
 from fastload.errors import (
     CheckpointError,
@@ -77,35 +77,34 @@ class InMemoryCheckpoint:
         return f"{len(missing)} of the {len(shares)} shares of step {self.step} are on no host"
 
 
-def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoint]:
+def survey(world: World, folder: JobFolder) -> list[InMemoryCheckpoint]:
     """Returns the checkpoints that the hosts have together, the oldest first; on all ranks.
 
     Raises:
         FastloadError: Some rank could not read its host's manifests.
     """
-
-    def look() -> dict[str, str]:
-        return {name: text.decode() for name, text in folder.records().items() if HostManifest.parse(text)}
-
+    with world.step() as step:
+        records = folder.records()
+        step.answer({name: text.decode() for name, text in records.items() if HostManifest.parse(text)})
     manifests: dict[str, dict[int, HostManifest]] = {}
-    for rank, texts in enumerate(world.agree(what, look)):
+    for rank, texts in enumerate(step.answers):
         for name, text in texts.items():
             manifest = HostManifest.parse(text.encode())
             assert manifest is not None
             manifests.setdefault(name, {})[rank] = manifest
-    found = [
+    checkpoints = [
         InMemoryCheckpoint(
             name, next(iter(of_rank.values())), {rank: manifest.held for rank, manifest in of_rank.items()}
         )
         for name, of_rank in manifests.items()
     ]
-    return sorted(found, key=lambda each: (each.point, each.name))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.point, checkpoint.name))
 
 
 def load(
     group: Any,
     folder: JobFolder,
-    found: InMemoryCheckpoint,
+    checkpoint: InMemoryCheckpoint,
     options: LoadOptions,
     arguments: Mapping[str, Any],
 ) -> Any:
@@ -117,7 +116,7 @@ def load(
     Args:
         group: The ranks, as for `fastload.load`.
         folder: The job's folder on this host.
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         options: How to load; everything is verified.
         arguments: Further arguments of `Checkpoint.load`.
 
@@ -127,15 +126,15 @@ def load(
     """
     options = replace(options, verify=True, io="buffered", strategy="auto")
     try:
-        return _load(group, folder, found, options, arguments, {})
+        return _load(group, folder, checkpoint, options, arguments, {})
     except FastloadError as error:
         if not _blames_copies(error):
             raise
-        _log.warning("step %d in memory: a copy is damaged, trying another one: %s", found.step, error)
-    damage = _find_damage(group, folder, found, options)
-    if all(damage[rank] is None for rank in found.holders):
-        raise IncompleteCheckpoint(f"all copies of step {found.step} in memory are damaged")
-    return _load(group, folder, found, options, arguments, damage)
+        _log.warning("step %d in memory: a copy is damaged, trying another one: %s", checkpoint.step, error)
+    damage = _find_damage(group, folder, checkpoint, options)
+    if all(damage[rank] is None for rank in checkpoint.holders):
+        raise IncompleteCheckpoint(f"all copies of step {checkpoint.step} in memory are damaged")
+    return _load(group, folder, checkpoint, options, arguments, damage)
 
 
 def _blames_copies(error: BaseException) -> bool:
@@ -152,24 +151,24 @@ _Damage = Mapping[int, Sequence[tuple[int, int, int]] | None]
 def _load(
     group: Any,
     folder: JobFolder,
-    found: InMemoryCheckpoint,
+    checkpoint: InMemoryCheckpoint,
     options: LoadOptions,
     arguments: Mapping[str, Any],
     damage: _Damage,
 ) -> Any:
-    world = join(group, call=_what(found), timeout_s=options.timeout_s)
+    world = join(group, call=_what(checkpoint), timeout_s=options.timeout_s)
     with world.together():
-        access = _open(world, folder, found, options, damage)
-    with Checkpoint(world, access, options) as checkpoint:
-        return checkpoint.load(**arguments)
+        access = _open(world, folder, checkpoint, options, damage)
+    with Checkpoint(world, access, options) as opened:
+        return opened.load(**arguments)
 
 
-def _what(found: InMemoryCheckpoint) -> str:
-    return f"restoring step {found.step} from memory"
+def _what(checkpoint: InMemoryCheckpoint) -> str:
+    return f"restoring step {checkpoint.step} from memory"
 
 
 def _open(
-    world: World, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions, damage: _Damage
+    world: World, folder: JobFolder, checkpoint: InMemoryCheckpoint, options: LoadOptions, damage: _Damage
 ) -> Access:
     """Opens a checkpoint on all ranks; each reads only the undamaged bytes on its host.
 
@@ -179,25 +178,23 @@ def _open(
     """
 
     def connect_here() -> PatientStorage:
-        path = folder.place(found.name)
-        if world.rank not in found.holders or damage.get(world.rank, ()) is None:
+        path = folder.place(checkpoint.name)
+        if world.rank not in checkpoint.holders or damage.get(world.rank, ()) is None:
             path = os.path.join(path, "nothing")
         return connect(path, world, options)
 
-    same = {"call": "restore", "checkpoint": found.name, **options.shared_values()}
-    access = agree_on_access(world, _what(found), connect_here, same)
+    same = {"call": "restore", "checkpoint": checkpoint.name, **options.shared_values()}
+    access = agree_on_access(world, _what(checkpoint), connect_here, same)
     try:
         manifest = access.manifest
-        packed = world.share(
-            f"{_what(found)}: sharing the table of shares",
-            access.readers[0],
-            lambda: read_table(access.storage, found)[0],
-        )
-        table = ShareTable.parse(packed, found.manifest.table, manifest.url)
-        holders = _holders(manifest, table, found, access.readers, damage)
+        with world.step(f"{_what(checkpoint)}: sharing the table of shares") as step:
+            if world.rank == access.readers[0]:
+                step.answer(attach=read_table(access.storage, checkpoint)[0])
+        table = ShareTable.parse(step.attachment, checkpoint.manifest.table, manifest.url)
+        holders = _holders(manifest, table, checkpoint, access.readers, damage)
         if lacking := holders.lacking(manifest.extents):
             raise IncompleteCheckpoint(
-                f"{lacking} bytes of step {found.step} are missing or damaged on all hosts"
+                f"{lacking} bytes of step {checkpoint.step} are missing or damaged on all hosts"
             )
         readers = tuple(rank for rank in access.readers if rank in holders.ranks)
         return replace(access, holders=holders, readers=readers or access.readers[:1], shared=False)
@@ -212,14 +209,14 @@ def connect(path: str, world: World, options: LoadOptions) -> PatientStorage:
     return PatientStorage(storage, Patience(options.retries, world.patience_s / 2))
 
 
-def read_table(storage: PatientStorage, found: InMemoryCheckpoint) -> tuple[bytes, ShareTable]:
+def read_table(storage: PatientStorage, checkpoint: InMemoryCheckpoint) -> tuple[bytes, ShareTable]:
     """Reads the table of shares from this host; returns its bytes, too.
 
     Raises:
         CheckpointError: It is missing or damaged.
     """
     text = read_file(storage, TABLE_NAME)
-    return text, ShareTable.parse(text, found.manifest.table, f"{storage.url}/{TABLE_NAME}")
+    return text, ShareTable.parse(text, checkpoint.manifest.table, f"{storage.url}/{TABLE_NAME}")
 
 
 def read_file(storage: PatientStorage, name: str) -> bytes:
@@ -237,7 +234,7 @@ def read_file(storage: PatientStorage, name: str) -> bytes:
 def _holders(
     manifest: Manifest,
     table: ShareTable,
-    found: InMemoryCheckpoint,
+    checkpoint: InMemoryCheckpoint,
     readers: Sequence[int],
     damage: _Damage,
 ) -> Holders:
@@ -245,7 +242,7 @@ def _holders(
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
     held: list[HeldRange] = []
     for share, files in sorted(table.shares.items()):
-        ranks = tuple(rank for rank in readers if share in found.holders.get(rank, ()))
+        ranks = tuple(rank for rank in readers if share in checkpoint.holders.get(rank, ()))
         for name, ranges in files.items() if ranks else ():
             if name in numbers:
                 for begin, end in ranges:
@@ -291,31 +288,23 @@ def _without(held: Sequence[HeldRange], bad: Sequence[tuple[int, int, int, int]]
                 yield HeldRange(each.file, begin, end - begin, ranks)
 
 
-def _find_damage(group: Any, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions) -> _Damage:
+def _find_damage(
+    group: Any, folder: JobFolder, checkpoint: InMemoryCheckpoint, options: LoadOptions
+) -> _Damage:
     """Verifies a checkpoint on each host; the ranks of a host share the work.
 
     Raises:
         FastloadError: Some rank failed.
     """
-    what = f"{_what(found)}: looking for damage"
-    world = join(group, call=what, timeout_s=options.timeout_s)
-    with world.together():
-        hosts = [tuple(directory) for directory in world.agree(what, lambda: folder.host_directory)]
-
-        def verify() -> list[tuple[int, int, int]] | None:
-            if world.rank not in found.holders:
-                return None
-            of_host = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-            try:
-                with closing(connect(folder.place(found.name), world, options)) as storage:
-                    part = of_host.index(world.rank), len(of_host)
-                    return list(_damaged(storage, found, world, *part))
-            except (CheckpointError, StorageError) as error:
-                _log.warning("%s", error)
-                return None
-
-        of_rank = world.settle(what, verify)
-        world.acknowledge()
+    what = f"{_what(checkpoint)}: looking for damage"
+    with separate_call(group, what, timeout_s=options.timeout_s) as world:
+        with world.step() as locating:
+            locating.answer(folder.host_directory)
+        hosts = [tuple(directory) for directory in locating.answers]
+        host_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+        with world.step(is_long=True) as verifying:
+            verifying.answer(_verify(world, folder, checkpoint, options, host_ranks))
+        of_rank = verifying.answers
     damage: dict[int, Sequence[tuple[int, int, int]] | None] = {}
     for rank, host in enumerate(hosts):
         of_host = [of_rank[other] for other, its_host in enumerate(hosts) if its_host == host]
@@ -325,14 +314,32 @@ def _find_damage(group: Any, folder: JobFolder, found: InMemoryCheckpoint, optio
     return damage
 
 
+def _verify(
+    world: World,
+    folder: JobFolder,
+    checkpoint: InMemoryCheckpoint,
+    options: LoadOptions,
+    host_ranks: Sequence[int],
+) -> list[tuple[int, int, int]] | None:
+    """Verifies this rank's part of what its host has; returns the damaged blocks, None if all is damaged."""
+    if world.rank not in checkpoint.holders:
+        return None
+    try:
+        with closing(connect(folder.place(checkpoint.name), world, options)) as storage:
+            return list(_damaged(storage, checkpoint, world, host_ranks.index(world.rank), len(host_ranks)))
+    except (CheckpointError, StorageError) as error:
+        _log.warning("%s", error)
+        return None
+
+
 def _damaged(
-    storage: PatientStorage, found: InMemoryCheckpoint, world: World, part: int, num_parts: int
+    storage: PatientStorage, checkpoint: InMemoryCheckpoint, world: World, part: int, num_parts: int
 ) -> Iterable[tuple[int, int, int]]:
     """Yields the damaged blocks on this host.
 
     Args:
         storage: This host's part of the checkpoint.
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         world: The ranks; the others wait while this one makes progress.
         part: This rank's part of the work.
         num_parts: Number of parts.
@@ -342,9 +349,9 @@ def _damaged(
         StorageError: Storage failed.
     """
     manifest = read_manifest(storage)
-    _, table = read_table(storage, found)
-    own = {world.rank: found.holders[world.rank]}
-    holders = _holders(manifest, table, replace(found, holders=own), (world.rank,), {})
+    _, table = read_table(storage, checkpoint)
+    own = {world.rank: checkpoint.holders[world.rank]}
+    holders = _holders(manifest, table, replace(checkpoint, holders=own), (world.rank,), {})
     memory = allocate_staging(max(manifest.block_bytes, _MIN_BUFFER_BYTES), pinned=False)
     for held in holders.ranges[part::num_parts]:
         file = manifest.files[held.file]

@@ -87,27 +87,22 @@ def finish(call: TierSaveCall, begun: BegunSave) -> FinishedSave:
             send_copies(world, call.what, target, copies, share.parts, names)
 
         own, began = PerRankFiles(), time.perf_counter()
-
-        def publish() -> bytes:
-            nonlocal own
-            own = commit(call, plan, written, agreed)
-            assert target.published is not None
-            return _pack(target.published)
-
-        packed = world.share(f"{call.what}: recording", plan.group.leader, publish)
-        small_names, *contents = split_parts(packed)
+        with world.step(f"{call.what}: publishing") as publishing:
+            if world.rank == plan.group.leader:
+                own = commit(call, plan, written, agreed)
+                assert target.published is not None
+                publishing.answer(attach=_pack(target.published))
+        small_names, *contents = split_parts(publishing.attachment)
         small_files = dict(zip(json.loads(small_names), contents, strict=True))
         nbytes, table = plan.state.layout.nbytes, small_files[TABLE_NAME]
         manifest = _host_manifest(call, nbytes, table, copies).to_bytes()
-
-        def record() -> dict[str, Any]:
+        with world.step(f"{call.what}: recording") as recording:
             if copies.leads:
                 call.job.record(call.name, list(small_files.items()), manifest)
-            return published_response(call, begun, plan, written, own, began)
-
-        responses = world.agree(f"{call.what}: recording", record)
+            recording.answer(published_response(call, begun, plan, written, own, began))
     if copies.leads:
         call.job.retire(call.name)
+    responses = recording.answers
     return finished_save(call, _report(call, plan, copies, responses), responses)
 
 

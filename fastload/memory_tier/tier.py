@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from fastload.base.threads import Task, raise_first
-from fastload.comm.group import join
+from fastload.comm.group import join, separate_call
 from fastload.comm.traces import Tracing
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError
@@ -115,8 +115,9 @@ class TierSave:
 
     def _run(self, work: Callable[[], FinishedSave]) -> None:
         try:
-            self.report, tell = work()
-            tell()
+            finished = work()
+            self.report = finished.report
+            finished.tell()
         except BaseException as error:
             self.error = f"{type(error).__name__}: {error}"
             self._warn(error, self.report is not None)
@@ -131,28 +132,32 @@ def open_tier(job: TierJob) -> MemoryTier:
     Raises:
         FastloadError: Some host has no directory for it, or an option is invalid with it.
     """
-    opened: list[JobFolder] = []
-
-    def open_folder() -> HostDirectory:
-        block_bytes = job.options.block_bytes
-        if block_bytes is not None and block_bytes % _ELEMENT_BYTES:
-            raise OptionError(
-                f"block_bytes={block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory="
-            )
-        memory = find_memory() if job.memory == "auto" else job.memory
-        for dead in remove_dead(memory, older_s=LEFT_S, but=job.run):
-            _log.info("removed %s, which a dead job left behind: %d bytes", dead.path, dead.nbytes)
-        opened.append(folder := JobFolder(memory, job.run, job.root.url))
-        return folder.host_directory
-
+    folder: JobFolder | None = None
     try:
-        directories = job.world.agree(f"making room in memory for {job.root}", open_folder)
+        with job.world.ending(), job.world.step(f"making room in memory for {job.root}") as step:
+            folder = _open_folder(job)
+            step.answer(folder.host_directory)
     except BaseException:
-        for folder in opened:
+        if folder is not None:
             _close(folder, remove=False)
         raise
-    job.world.acknowledge()
-    return MemoryTier(job, opened[0], [HostDirectory(*directory) for directory in directories])
+    return MemoryTier(job, folder, [HostDirectory(*directory) for directory in step.answers])
+
+
+def _open_folder(job: TierJob) -> JobFolder:
+    """Opens the job's folder on this host; removes those that dead jobs have left.
+
+    Raises:
+        OptionError: An option is invalid with a memory tier.
+        StorageError: There is no directory for it.
+    """
+    block_bytes = job.options.block_bytes
+    if block_bytes is not None and block_bytes % _ELEMENT_BYTES:
+        raise OptionError(f"block_bytes={block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory=")
+    memory = find_memory() if job.memory == "auto" else job.memory
+    for dead in remove_dead(memory, older_s=LEFT_S, but=job.run):
+        _log.info("removed %s, which a dead job left behind: %d bytes", dead.path, dead.nbytes)
+    return JobFolder(memory, job.run, job.root.url)
 
 
 def _close(folder: JobFolder, *, remove: bool) -> None:
@@ -201,7 +206,9 @@ class MemoryTier:
         All ranks call it at the same steps. A repeated call for a step returns the same.
         """
         if step != self._asked[0]:
-            self._asked = step, self._decisions.share(lambda: self.last is None or self.last.done())
+            if self._job.world.rank == 0:
+                self._decisions.post(self.last is None or self.last.done())
+            self._asked = step, self._decisions.take()
         return self._asked[1]
 
     def _join(self, what: str) -> World:
@@ -231,7 +238,7 @@ class MemoryTier:
             problem: Why this rank cannot save; None if it can.
         """
         began = time.perf_counter()
-        self.settle()
+        self.wait()
         is_first = self.last is None or not self.last.error  # only the first failure in a row is a warning
         self._num_begun += 1
         name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
@@ -278,7 +285,7 @@ class MemoryTier:
         self.last = TierSave(work, warn)
         return self.last
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the last save has ended."""
         if self.last is not None:
             self.last.wait()
@@ -289,20 +296,17 @@ class MemoryTier:
         Raises:
             FastloadError: Some rank could not read its host's manifests.
         """
-        self.settle()
-        what = f"looking for in-memory checkpoints of {self._job.root}"
-        world = self._join(what)
-        with world.together():
-            found = survey(world, what, self._folder)
-        world.acknowledge()
-        return found
+        self.wait()
+        job, what = self._job, f"looking for in-memory checkpoints of {self._job.root}"
+        with separate_call(job.group, what, timeout_s=job.options.timeout_s) as world:
+            return survey(world, self._folder)
 
-    def load(self, found: InMemoryCheckpoint, arguments: Mapping[str, Any]) -> Any:
+    def load(self, checkpoint: InMemoryCheckpoint, arguments: Mapping[str, Any]) -> Any:
         """Loads a checkpoint, with arguments of `fastload.load`; raises as `restore.load`."""
         given = dict(arguments)
         group, options = given.pop("process_group"), given.pop("options")
         given.pop("storage_options")
-        return load(group, self._folder, found, options, given)
+        return load(group, self._folder, checkpoint, options, given)
 
     def keep_only(self, name: str) -> None:
         """Retires all other checkpoints on this host; all if the name is empty."""
@@ -317,25 +321,29 @@ class MemoryTier:
         Raises:
             FastloadError: It failed.
         """
-        self.settle()
-        job, what = self._job, "flushing the memory tier to storage"
-        complete = [found for found in survey(world, what, self._folder) if found.is_complete]
-        [flushed, *_] = world.agree(what, lambda: self._choose(complete) if world.rank == 0 else "")
-        found = next((each for each in complete if each.name == flushed), None)
-        if found is None:
+        self.wait()
+        job, checkpoints = self._job, survey(world, self._folder)
+        with world.step() as step:
+            step.answer(self._choose(checkpoints) if world.rank == 0 else "")
+        chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.name == step.answers[0]), None)
+        if chosen is None:
             return
         if job.options.shared is False:
             raise StorageError("with shared=False each host has its own copy there", url=job.root.url)
-        flush(world, self._folder, found, partial(job.open_target, found.step), job.options)
-        self.flushed = found.point
+        flush(world, self._folder, chosen, partial(job.open_target, chosen.step), job.options)
+        self.flushed = chosen.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
-        _log.log(level, "step %d was flushed from memory to storage", found.step)
+        _log.log(level, "step %d was flushed from memory to storage", chosen.step)
 
-    def _choose(self, complete: Sequence[InMemoryCheckpoint]) -> str:
+    def _choose(self, checkpoints: Sequence[InMemoryCheckpoint]) -> str:
         """Returns the name of the checkpoint to flush; empty if storage has one that is as new."""
         stored = self._job.list_stored()
-        current = [each for each in complete if not each.manifest.overtaken_by(stored)]
-        newest = max((each.point for each in stored), default=None)
+        current = [
+            checkpoint
+            for checkpoint in checkpoints
+            if checkpoint.is_complete and not checkpoint.manifest.overtaken_by(stored)
+        ]
+        newest = max((checkpoint.point for checkpoint in stored), default=None)
         if not current or (newest is not None and newest >= current[-1].point):
             return ""
         return current[-1].name

@@ -7,9 +7,9 @@ agree on the state, on which rank holds which bytes, and on which host.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from fastload.comm.world import World
 from fastload.errors import OptionError, PlanMismatch, ReplicaMismatch, first_lines
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state, strides_of
+from fastload.formats.names import MODEL_STEM
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
@@ -31,9 +32,9 @@ from fastload.saving.compare import (
     DeviceComparison,
     ShardDigests,
     StateContent,
-    compare_shards,
     differing_groups,
     digest_by_holders,
+    find_differences,
     require_same_content,
     small_tensors,
 )
@@ -41,7 +42,6 @@ from fastload.saving.device_digests import PendingDigests
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
 from fastload.saving.merge import (
     NOTHING_SAVED,
-    HeldBoxes,
     MergedState,
     merge_states,
     pack_boxes,
@@ -120,9 +120,8 @@ def describe(call: SaveCall, state: Any) -> RankState:
         compared = small_tensors(specs, tensors, description.starts)
     content = StateContent(description.structure, layout.digest, specs, compared)
     if options.check_replicas == "small" and shard_map is not None and world.size > 1:
-        skip = lambda name: name not in sharded  # noqa: E731
-        how, limit_s = _how(call, content), world.patience_s
-        digests = how.of(layout, shard_map, reader, world.rank, limit_s=limit_s, skip=skip)
+        how, plain = _how(call, content), tensors.keys() - sharded.keys()
+        digests = how.of(layout, shard_map, reader, world.rank, limit_s=world.patience_s, skip=plain)
     call.tracing.follow({"snapshot": reader.watch})
     own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
     return RankState(content, layout, reader, own, shard_map, digests, strides_of(tensors))
@@ -238,14 +237,12 @@ def predict(call: SaveCall, state: RankState) -> SaveAgreement:
     return _agreement(call, state, state.shard_map, hosts, call.metadata, state.strides, how)
 
 
-def agree(
-    call: SaveCall, describe: Callable[[], RankState], *, went_on: bool = False
-) -> tuple[RankState, SaveAgreement]:
+def agree(call: SaveCall, state: Any, *, went_on: bool = False) -> tuple[RankState, SaveAgreement]:
     """Compares the states that the ranks are about to save, and gathers their hosts.
 
     Args:
         call: This rank's call.
-        describe: Returns this rank's state.
+        state: The state; a `RankState` if this rank has described it before the ranks meet.
         went_on: Whether this rank has copied its bytes by its prediction.
 
     Returns:
@@ -255,50 +252,57 @@ def agree(
         FastloadError: Some rank cannot save, or the states do not fit together.
     """
     world = call.world
-    made: list[RankState] = []
-
-    def introduce() -> dict[str, Any]:
+    with world.step(call.what) as step:
         if call.raise_earlier is not None:
             call.raise_earlier()
-        made.append(state := describe())
-        shard_map = state.shard_map
-        return {
-            "host": world.node,
-            "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},
-            "content": state.content.digests(),
-            "metadata": call.metadata if world.rank == 0 else {},
-            "strides": state.strides if world.rank == 0 else {},
-            "shards": shard_map.digest if shard_map is not None else "",
-            "digests": digest_by_holders(shard_map, world.rank, state.digests)
-            if shard_map and state.digests
-            else {},
-            "places": state.reader.places(),
-            "went_on": went_on,
-        }
-
-    ranks = world.agree(call.what, introduce)
-    [state] = made
-    require_same([each["same"] for each in ranks])
-    what = f"{call.what}: comparing replicas"
-    strides = ranks[0]["strides"]
-    is_mixed = len({each["places"] for each in ranks}) > 1
-    shard_map = state.shard_map if _predicted_the_same(ranks) else None
-    if shard_map is not None:
-        require_same_content(world, what, state.content, [each["content"] for each in ranks])
-        how = _how(call, state.content, is_mixed=is_mixed)
-        if how.how == "full":
-            _compare(call, state.layout, shard_map, how, _digest(call, state, shard_map, how))
-        elif differing_groups([each["digests"] for each in ranks]):
-            _compare(call, state.layout, shard_map, how, lambda: state.digests)
+        described = state if isinstance(state, RankState) else describe(call, state)
+        step.answer(_introduction(call, described, went_on=went_on))
+    ranks = step.answers
+    require_same([rank["same"] for rank in ranks])
+    is_mixed = len({rank["places"] for rank in ranks}) > 1
+    by_holders = [rank["digests"] for rank in ranks]
+    if _predicted_the_same(ranks):
+        assert described.shard_map is not None
+        shard_map, strides = described.shard_map, ranks[0]["strides"]
+        require_same_content(world, _comparing(call), described.content, [rank["content"] for rank in ranks])
+        how = _how(call, described.content, is_mixed=is_mixed)
+        has_to_digest = how.how == "full"
     else:
         _require_no_prediction(ranks)
-        state, merged = _merge_states(call, state)
+        described, merged = _merge_states(call, described)
         shard_map, strides = merged.shard_map, merged.strides
-        how = _how(call, state.content, merged.meshes, is_mixed=is_mixed)
-        if how.how != "off":
-            _compare(call, state.layout, shard_map, how, _digest(call, state, shard_map, how))
-    hosts = [each["host"] for each in ranks]
-    return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"], strides, how)
+        how = _how(call, described.content, merged.meshes, is_mixed=is_mixed)
+        has_to_digest = how.how != "off"
+    if has_to_digest or differing_groups(by_holders):
+        with world.step(_comparing(call)) as step:
+            digests = described.digests
+            if has_to_digest:
+                reader, limit_s = described.reader, world.patience_s
+                digests = how.of(described.layout, shard_map, reader, world.rank, limit_s=limit_s)
+            step.answer(digest_by_holders(shard_map, world.rank, digests))
+        _check_replicas(call, described.layout, shard_map, how, digests, step.answers)
+    hosts = [rank["host"] for rank in ranks]
+    return described, _agreement(call, described, shard_map, hosts, ranks[0]["metadata"], strides, how)
+
+
+def _introduction(call: SaveCall, state: RankState, *, went_on: bool) -> dict[str, Any]:
+    """Returns what this rank tells the others of its state."""
+    rank, shard_map = call.world.rank, state.shard_map
+    return {
+        "host": call.world.node,
+        "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},
+        "content": state.content.digests(),
+        "metadata": call.metadata if rank == 0 else {},
+        "strides": state.strides if rank == 0 else {},
+        "shards": shard_map.digest if shard_map is not None else "",
+        "digests": digest_by_holders(shard_map, rank, state.digests) if shard_map and state.digests else {},
+        "places": state.reader.places(),
+        "went_on": went_on,
+    }
+
+
+def _comparing(call: SaveCall) -> str:
+    return f"{call.what}: comparing replicas"
 
 
 def _agreement(
@@ -316,15 +320,15 @@ def _agreement(
     return SaveAgreement(hosts, num_writers, metadata, shard_map, strides, how)
 
 
-def _digest(call: SaveCall, state: RankState, shard_map: ShardMap, how: ShardDigests) -> Callable[[], bytes]:
-    world, limit_s = call.world, call.world.patience_s
-    return lambda: how.of(state.layout, shard_map, state.reader, world.rank, limit_s=limit_s)
-
-
-def _compare(
-    call: SaveCall, layout: Layout, shard_map: ShardMap, how: ShardDigests, digest: Callable[[], bytes]
+def _check_replicas(
+    call: SaveCall,
+    layout: Layout,
+    shard_map: ShardMap,
+    how: ShardDigests,
+    digests: bytes,
+    by_holders: Sequence[Mapping[str, str]],
 ) -> None:
-    """Compares shards that several ranks hold.
+    """Raises or warns if shards differ, given the digests of this rank, and the `digest_by_holders` of all.
 
     Replicas that were not compared to be equal are a warning: the checkpoint loads, and the training has this
     problem with or without it.
@@ -332,18 +336,20 @@ def _compare(
     Raises:
         ReplicaMismatch: Shards differ whose difference is an error; see `ShardDigests.is_error`.
     """
-    what = f"{call.what}: comparing replicas"
-    found = compare_shards(call.world, layout, shard_map, how, digest, what=what)
-    if found is None:
+    unlike = differing_groups(by_holders)
+    if not unlike:
         return
-    names = {name for name, *_ in found.of_tensors}
-    if any(is_error for *_, is_error in found.of_tensors):
+    differences = find_differences(call.world, _comparing(call), layout, shard_map, how, digests, unlike)
+    if differences is None:
+        return
+    names = {name for name, *_ in differences.of_tensors}
+    if any(is_error for *_, is_error in differences.of_tensors):
         head = "the ranks hold different tensors, so nothing was saved:"
         hint = [_ONE_NAME] if names.intersection({*how.complete, *how.strict}) else []
-        raise ReplicaMismatch("\n".join([head, *found.lines(), *hint]))
+        raise ReplicaMismatch("\n".join([head, *differences.lines(), *hint]))
     warned = _warned.setdefault(call.occasion.rpartition("/")[0], set())
     if call.world.rank == 0 and not names <= warned:
-        _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(found.lines()), _HOW_TO_STOP)
+        _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(differences.lines()), _HOW_TO_STOP)
     warned |= names
 
 
@@ -379,22 +385,24 @@ def compare_on_devices(
 
 
 def finish_comparison(
-    call: SaveCall, comparison: DeviceComparison, digests: Sequence[Mapping[str, str]]
+    call: SaveCall, comparison: DeviceComparison, by_holders: Sequence[Mapping[str, str]]
 ) -> None:
     """Ends the comparison of replicas on accelerators.
 
     Args:
         call: This rank's call.
         comparison: The comparison.
-        digests: The `DeviceComparison.by_holders` of each rank.
+        by_holders: The `DeviceComparison.by_holders` of each rank.
 
     Raises:
-        ReplicaMismatch: As for `_compare`.
+        ReplicaMismatch: Shards differ that may be no replicas; see `ShardDigests.is_error`.
     """
-    if differing_groups(digests):
-        world = call.world
-        digest = partial(comparison.digests, world.rank, world.patience_s)
-        _compare(call, comparison.layout, comparison.shard_map, comparison.how, digest)
+    if differing_groups(by_holders):
+        world, layout, shard_map = call.world, comparison.layout, comparison.shard_map
+        with world.step(_comparing(call)) as step:
+            digests = comparison.digests(world.rank, world.patience_s)
+            step.answer(digest_by_holders(shard_map, world.rank, digests))
+        _check_replicas(call, layout, shard_map, comparison.how, digests, step.answers)
 
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -425,8 +433,9 @@ def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, MergedSt
         call.world,
         call.what,
         pack_state(content.structure, content.specs, state.strides),
-        lambda: {spec.name: reader.held(spec.name) for spec in content.specs},
-        lambda specs: lay_out_files(specs, call.options, call.stem),
+        reader,
+        options=call.options,
+        stem=call.stem,
     )
     assert merged is not None
     layout = merged.layout
@@ -440,8 +449,10 @@ def gather_states(
     world: World,
     what: str,
     form: bytes,
-    held: Callable[[], Mapping[str, HeldBoxes]],
-    lay_out: Callable[[Sequence[TensorSpec]], Layout],
+    reader: StateReader,
+    *,
+    options: SaveOptions,
+    stem: str = MODEL_STEM,
     outcome: str = NOTHING_SAVED,
 ) -> MergedState | None:
     """Gathers and merges the states of all ranks.
@@ -450,9 +461,10 @@ def gather_states(
         world: The ranks.
         what: Name of the call, for messages.
         form: The `pack_state` of this rank; empty if it has no part.
-        held: Returns the boxes that this rank holds of each tensor, by name.
-        lay_out: As for `merge_states`.
-        outcome: Likewise.
+        reader: Reads this rank's tensors.
+        options: As for `merge_states`, like what follows.
+        stem: See there.
+        outcome: See there.
 
     Returns:
         As for `merge_states`.
@@ -462,6 +474,8 @@ def gather_states(
         FastloadError: Some rank failed.
     """
     what = f"{what}: gathering the parts of the state"
-    forms = world.gather_bytes(what, lambda: form)
-    packed = world.gather_bytes(what, lambda: pack_boxes(held()))
-    return merge_states(forms, packed, lay_out, outcome)
+    with world.gathering_step(what) as forms:
+        forms.answer(form)
+    with world.gathering_step(what) as boxes:
+        boxes.answer(pack_boxes(reader.held()))
+    return merge_states(forms.answers, boxes.answers, options=options, stem=stem, outcome=outcome)

@@ -12,10 +12,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
+from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, WorldError
 from fastload.report import SaveReport
 from fastload.saving.snapshot import BufferPool, Snapshot
@@ -23,16 +24,29 @@ from fastload.saving.snapshot import BufferPool, Snapshot
 _log = logging.getLogger(__name__)
 
 
-class FinishedSave(NamedTuple):
+@dataclass(frozen=True)
+class FinishedSave:
     """A save whose checkpoint exists.
 
     Attributes:
         report: The report.
-        tell: Calls `on_report`, on all ranks; if it raises on one, it raises on all.
+        world: The ranks.
+        what: Name of the save, for messages.
+        on_report: The caller's function for the report, if any.
+        some_listen: Whether any rank has one.
     """
 
     report: SaveReport
-    tell: Callable[[], object]
+    world: World
+    what: str
+    on_report: Callable[[SaveReport], object] | None
+    some_listen: bool
+
+    def tell(self) -> None:
+        """Calls `on_report`, on all ranks; if it raises on one, it raises on all."""
+        with self.world.together():
+            self.world.tell(self.what, self.report, self.on_report, some_listen=self.some_listen)
+        self.world.acknowledge()
 
 
 class SaveHandle:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastload.comm.group import meet
+from fastload.comm.group import Meeting
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.formats.untrusted import is_plain_path
-from fastload.options import Patience, SaveOptions, chosen_options
+from fastload.options import Patience, SaveOptions
 from fastload.saving.background import QueuedSave, in_doubt, raise_unseen
 from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import (
@@ -129,18 +129,12 @@ def make_call(
     began = time.perf_counter() if began is None else began
     # All ranks raise an error that only some have seen, and in this call, not in the background.
     raise_earlier = raise_unseen if in_doubt() or not in_background else None
-
-    def choose() -> SaveOptions:
-        return replace(chosen_options(options, SaveOptions), **(changes or {}))
-
-    def ready(chosen: SaveOptions) -> tuple[Location, dict[str, str]]:
-        location = locate(path)
+    with Meeting(process_group, f"saving to {name_of(path)}") as meeting:
+        chosen = replace(meeting.choose(options, SaveOptions), **(changes or {}))
+        location, texts = locate(path), dict(metadata or {})
         if chosen.base is not None:
             base_name(locate(chosen.base), location)
-        return location, dict(metadata or {})
-
-    what = f"saving to {name_of(path)}"
-    world, chosen, (location, texts) = meet(process_group, what, choose, ready)
+    world = meeting.world
     if find_base is None and chosen.base is not None:
         find_base = partial(locate_base, chosen.base)
     return SaveCall(

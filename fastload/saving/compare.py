@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
@@ -146,19 +146,23 @@ def require_same_content(
         ReplicaMismatch: Only values of tensors differ.
         PeerError: Some rank failed.
     """
-    if all(each == digests[0] for each in digests):
+    if all(of_rank == digests[0] for of_rank in digests):
         return
-    first = world.share(what, 0, content.to_bytes)
-    found = world.agree(what, lambda: _found(StateContent.from_bytes(first), content))
-    has_one_form = all(each[0] == digests[0][0] for each in digests)
+    with world.step(what) as sending:
+        if world.rank == 0:
+            sending.answer(attach=content.to_bytes())
+    with world.step(what) as step:
+        step.answer(_differing_places(StateContent.from_bytes(sending.attachment), content))
+    differences = step.answers
+    has_one_form = all(form == digests[0][0] for form, _ in digests)
     places: dict[str, list[str]] = {}
-    for rank, (_, few) in enumerate(found):
+    for rank, (_, few) in enumerate(differences):
         for place, there, here in few:
             places.setdefault(place, [f"rank 0 {there}"]).append(f"rank {rank} {here}")
     if has_one_form and not places:
         return  # on some ranks the tensors are not in host memory
     lines = [f"  {place}: {some_of(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
-    more = max(len(places), *(count for count, _ in found)) - len(lines)
+    more = max(len(places), *(count for count, _ in differences)) - len(lines)
     lines += [f"  and at least {more} more"] if more > 0 else []
     if has_one_form:
         head = "the ranks hold different tensors, so nothing was saved:"
@@ -169,7 +173,7 @@ def require_same_content(
     raise PlanMismatch("\n".join([head, *lines, hint]))
 
 
-def _found(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:
+def _differing_places(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:
     """Returns the number of different places, and the first ones, also of each list, with their values."""
     num, num_in = 0, Counter[Any]()
     few: list[tuple[str, str, str]] = []
@@ -299,7 +303,7 @@ class ShardDigests:
         rank: int,
         *,
         limit_s: float,
-        skip: Callable[[str], bool] = lambda _: False,
+        skip: Collection[str] = (),
     ) -> bytes:
         """Returns a digest of each shard that a rank shares with others, in order; 0 if left out.
 
@@ -309,7 +313,7 @@ class ShardDigests:
             reader: Reads this rank's tensors.
             rank: This rank.
             limit_s: Longest wait for a device in seconds.
-            skip: Whether to leave out a tensor's shards that are small, by its name.
+            skip: Names of tensors whose small shards are left out.
         """
         shards, names = shard_map.replicated(rank), layout.space.ranges
         found: dict[int, bytes] = {}
@@ -354,7 +358,7 @@ class ShardDigests:
         return xxhash.xxh3_64_intdigest(self.occasion.encode(errors="surrogateescape"))
 
     def _complete(
-        self, layout: Layout, shards: Sequence[_Replica], reader: StateReader, skip: Callable[[str], bool]
+        self, layout: Layout, shards: Sequence[_Replica], reader: StateReader, skip: Collection[str]
     ) -> Iterator[tuple[int, _Replica]]:
         """Yields the shards that are compared completely, each with its number."""
         nums: Counter[Sequence[int]] = Counter()
@@ -364,7 +368,7 @@ class ShardDigests:
             if self.how == "full" or name in self.complete:
                 yield at, (number, shard)
                 continue
-            if skip(name) or nums[shard.holders] >= _MAX_NUM or not reader.is_in_host_memory(name):
+            if name in skip or nums[shard.holders] >= _MAX_NUM or not reader.is_in_host_memory(name):
                 continue
             nbytes = shard.runs.total
             if nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders]):
@@ -525,24 +529,27 @@ class ShardDifferences:
         return lines + ([f"  and at least {self.num - len(lines)} more"] if self.num > len(lines) else [])
 
 
-def compare_shards(
+def find_differences(
     world: World,
+    what: str,
     layout: Layout,
     shard_map: ShardMap,
     how: ShardDigests,
-    digest: Callable[[], bytes],
-    *,
-    what: str,
+    digests: bytes,
+    unlike: Collection[str],
 ) -> ShardDifferences | None:
-    """Compares the shards that several ranks hold.
+    """Finds the shards that differ on ranks of which some digests do.
+
+    The first holders send all their digests, and the others answer where theirs differ.
 
     Args:
         world: The ranks.
+        what: Name of the step, for messages.
         layout: The files.
         shard_map: Which ranks hold which bytes.
-        how: How they are compared.
-        digest: Returns the result of `ShardDigests.of`.
-        what: Name of the step, for messages.
+        how: How they were compared.
+        digests: Of this rank's shards; see `ShardDigests.of`.
+        unlike: The `differing_groups` of the ranks.
 
     Returns:
         The differences; None without any.
@@ -550,26 +557,16 @@ def compare_shards(
     Raises:
         PeerError: Some rank failed.
     """
-    own: dict[_Replica, bytes] = {}
-
-    def summarize() -> dict[str, str]:
-        digests = digest()
-        own.update(_by_shard(shard_map, world.rank, digests))
-        return digest_by_holders(shard_map, world.rank, digests)
-
-    unlike = differing_groups(world.agree(what, summarize))
-    if not unlike:
-        return None
-    # Rare: the first holders send all their digests, and the others reply where theirs differ.
-    sent = world.gather_bytes(
-        what,
-        lambda: b"".join(own[shard] for shard in _first_held(shard_map, world.rank, unlike)),
-    )
+    own = dict(_by_shard(shard_map, world.rank, digests))
+    with world.gathering_step(what) as sending:
+        sending.answer(b"".join(own[shard] for shard in _first_held(shard_map, world.rank, unlike)))
     first: dict[_Replica, bytes] = {}
-    for rank, digests in enumerate(sent):
-        first.update(zip(_first_held(shard_map, rank, unlike), _cut(digests), strict=True))
+    for rank, sent in enumerate(sending.answers):
+        first.update(zip(_first_held(shard_map, rank, unlike), _cut(sent), strict=True))
     is_error = {shard: how.is_error(layout.space.ranges[shard[0]].name, shard[1]) for shard in own}
-    differing = world.agree(what, lambda: _differing(first, own, is_error))
+    with world.step(what) as step:
+        step.answer(_differing(first, own, is_error))
+    differing = step.answers
     odd: dict[_Replica, dict[int, str]] = defaultdict(dict)
     for rank, (_, few) in enumerate(differing):
         replicated = shard_map.replicated(rank) if few else []
@@ -577,13 +574,13 @@ def compare_shards(
             odd[replicated[at]][rank] = digest_here
     if not odd:
         return None  # the ranks hashed different shards
-    found = []
+    of_tensors = []
     for (number, shard), ranks in sorted(odd.items(), key=lambda item: item[0][0]):
         name = layout.space.ranges[number].name
         odd_ranks = _odd_ranks(shard.holders, ranks, world.size)
-        found.append((name, odd_ranks, how.is_error(name, shard)))
-    found.sort(key=lambda difference: not difference[2])
-    return ShardDifferences(found[:_NUM_SHOWN], max(len(odd), *(count for count, _ in differing)))
+        of_tensors.append((name, odd_ranks, how.is_error(name, shard)))
+    of_tensors.sort(key=lambda difference: not difference[2])
+    return ShardDifferences(of_tensors[:_NUM_SHOWN], max(len(odd), *(count for count, _ in differing)))
 
 
 def _differing(

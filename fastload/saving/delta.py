@@ -49,7 +49,7 @@ from fastload.geometry.box import Box
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall, base_name
-from fastload.saving.exchange import PartAssembler, connect
+from fastload.saving.exchange import PartAssembler, connect, connecting
 from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.reader import StateReader
@@ -59,6 +59,7 @@ from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
 from fastload.storage import Location, PatientStorage, folders, locate
 from fastload.storage.base import DEFAULT_WRITES
+from fastload.transfer.links import Wire
 
 _log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
@@ -161,35 +162,39 @@ def _share_chain(
 
     There are none if there is no base, or if it cannot be read and is not the user's choice.
     """
-
-    def read() -> bytes:
-        why, problem, chain = "", "", list[tuple[Location, Manifest]]()
-        try:
-            if (base := find_base()) is not None:
-                chain = read_chain(base, call.open_storage, call.options.bases)
-        except (CheckpointError, StorageError) as error:
-            problem = _problem_of_base(call, error)
-        for place, _ in chain:
-            is_local = not (place.scheme or call.location.scheme)
-            if is_local and folders.is_same(place.address, call.location.address):
-                raise OptionError(
-                    f"base={base}: {place} and {call.location} are the same directory, whose contents the "
-                    "delta would replace: save to another path"
-                )
-        places = [call.location, *(place for place, _ in chain)]
-        parents = [place.sibling("_").url for place in places]
-        if len({parent for before, parent in pairwise(parents) if parent != before}) > 1:
-            why, chain = "the checkpoints of its chain would be in more than two directories", []
-        head = {
-            "why_complete": why,
-            "problem": problem,
-            "names": [base_name(place, call.location) for place, _ in chain],
-            "near": [before == parent for before, parent in pairwise(parents[1:])],
-        }
-        return join_parts([json.dumps(head).encode(), *(manifest.to_bytes() for _, manifest in chain)])
-
-    head, *manifests = split_parts(call.world.share(f"{call.what}: reading its base", 0, read))
+    with call.world.step(f"{call.what}: reading its base") as step:
+        if call.world.rank == 0:
+            step.answer(attach=_read_chain(call, find_base))
+    head, *manifests = split_parts(step.attachment)
     return json.loads(head), list(map(Manifest.from_bytes, manifests))
+
+
+def _read_chain(call: SaveCall, find_base: Callable[[], Location | None]) -> bytes:
+    """Reads the files of the base and of its bases; returns them for the other ranks."""
+    why, problem, chain = "", "", list[tuple[Location, Manifest]]()
+    try:
+        if (base := find_base()) is not None:
+            chain = read_chain(base, call.open_storage, call.options.bases)
+    except (CheckpointError, StorageError) as error:
+        problem = _problem_of_base(call, error)
+    for place, _ in chain:
+        is_local = not (place.scheme or call.location.scheme)
+        if is_local and folders.is_same(place.address, call.location.address):
+            raise OptionError(
+                f"base={base}: {place} and {call.location} are the same directory, whose contents the "
+                "delta would replace: save to another path"
+            )
+    places = [call.location, *(place for place, _ in chain)]
+    parents = [place.sibling("_").url for place in places]
+    if len({parent for before, parent in pairwise(parents) if parent != before}) > 1:
+        why, chain = "the checkpoints of its chain would be in more than two directories", []
+    head = {
+        "why_complete": why,
+        "problem": problem,
+        "names": [base_name(place, call.location) for place, _ in chain],
+        "near": [before == parent for before, parent in pairwise(parents[1:])],
+    }
+    return join_parts([json.dumps(head).encode(), *(manifest.to_bytes() for _, manifest in chain)])
 
 
 def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
@@ -209,16 +214,13 @@ def _find_other_copy(call: SaveCall, storage: PatientStorage, base: Base) -> str
     Raises:
         PeerError: A host has none of the base that the user chose.
     """
-
-    def compare() -> str:
-        if record_digest(storage) == base.manifest.record_digest:
-            return ""
-        return _problem_of_base(
-            call,
-            StorageError("not the same checkpoint as on rank 0", url=f"{storage.url}/{RECORD_NAME}"),
-        )
-
-    return _first_problem(call.world.agree(f"{call.what}: comparing copies of its base", compare))
+    with call.world.step(f"{call.what}: comparing copies of its base") as step:
+        problem = ""
+        if record_digest(storage) != base.manifest.record_digest:
+            url = f"{storage.url}/{RECORD_NAME}"
+            problem = _problem_of_base(call, StorageError("not the same checkpoint as on rank 0", url=url))
+        step.answer(problem)
+    return _first_problem(step.answers)
 
 
 def _problem_of_base(call: SaveCall, error: FastloadError) -> str:
@@ -299,30 +301,20 @@ def _find(
         in_place: Whether to read the share from the tensors, if they are contiguous, without a copy.
     """
     world = call.world
-    wire = None
-    if plan.depths.exchanges:
-        what, sends = f"{call.what}: connecting the ranks", bool(plan.messages.outgoing)
-        wire, _ = connect(world, what, plan.messages.partners, lambda: None, sends=sends)
-    assembler = PartAssembler(world, plan, snapshot, wire)
+    assembler = PartAssembler(world, plan, snapshot, _connect(call, plan))
     comparer = _Comparer(call, plan, base)
     found = _Found(comparer.found)
-
-    def work() -> str:
-        if snapshot is not None:
-            snapshot.await_copies()
-        assembler.open()
-        comparer.run(plan.share, assembler, _in_place(plan) if in_place else None)
-        assembler.finish()
-        if snapshot is not None:
-            snapshot.require_unchanged()
-        return comparer.problem
-
     try:
-        problem = _first_problem(world.settle(f"{call.what}: comparing with {base.manifest.url}", work))
-        found = found._replace(problem=problem)
-        if not problem:
-            what = f"{call.what}: gathering the changes"
-            rows = list(map(_unpack, world.gather_bytes(what, lambda: _pack(comparer.found))))
+        with world.step(f"{call.what}: comparing with {base.manifest.url}", is_long=True) as comparing:
+            assembler.open()
+            comparer.run(plan.share, assembler, _in_place(plan) if in_place else None)
+            assembler.finish()
+            comparing.answer(comparer.problem)
+        found = found._replace(problem=_first_problem(comparing.answers))
+        if not found.problem:
+            with world.gathering_step(f"{call.what}: gathering the changes") as gathering:
+                gathering.answer(_pack(comparer.found))
+            rows = list(map(_unpack, gathering.answers))
             why = _why_copies_differ(rows) if len(plan.leaders) > 1 else ""
             found = found._replace(rows=rows, why_complete=why)
     finally:
@@ -330,6 +322,17 @@ def _find(
         if comparer.close() and snapshot is not None and not found.problem and not found.why_complete:
             snapshot.release()
     return found
+
+
+def _connect(call: SaveCall, plan: SavePlan) -> Wire | None:
+    """Returns connections to other ranks; None if no rank needs bytes from another one."""
+    if not plan.depths.exchanges:
+        return None
+    what = f"{call.what}: connecting the ranks"
+    with connecting(call.world, plan.messages.partners) as wire:
+        with call.world.step(what) as step:
+            step.answer({"sends": bool(plan.messages.outgoing), "offer": wire.offer()})
+        return connect(call.world, what, wire, step.answers)
 
 
 def _why_copies_differ(rows: Sequence[list[list[int]]]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -63,36 +64,42 @@ class BufferRing:
         return self._buffers[turn]
 
 
-def connect(
-    world: World, what: str, partners: Collection[int], prepare: Callable[[], Any], *, sends: bool
-) -> tuple[Wire | None, list[Any]]:
-    """Does work on all ranks while they exchange their addresses.
+@contextmanager
+def connecting(world: World, partners: Collection[int]) -> Iterator[Wire]:
+    """Yields connections to other ranks, to `connect`; drops them if the block fails.
+
+    Args:
+        world: The ranks.
+        partners: The ranks that this one sends to or receives from.
+    """
+    wire = Wire(world, range(world.size), partners)
+    try:
+        yield wire
+    except BaseException:
+        wire.close(keep=False)
+        raise
+
+
+def connect(world: World, what: str, wire: Wire, answers: Sequence[Mapping[str, Any]]) -> Wire | None:
+    """Exchanges the addresses of the ranks, unless no rank sends anything.
 
     Args:
         world: The ranks.
         what: Name of the step, for messages.
-        partners: The ranks that this one sends to or receives from.
-        prepare: The work; returns a JSON value.
-        sends: Whether this rank sends anything.
+        wire: From `connecting`.
+        answers: Of all ranks, each with whether it ``sends`` anything, and the ``offer`` of its wire.
 
     Returns:
-        Connections to the partners, or None if no rank sends anything; and what each rank has returned.
+        The connections; None if they are not needed.
 
     Raises:
         FastloadError: Some rank failed, or cannot be reached.
     """
-    wire = Wire(world, range(world.size), partners)
-    try:
-        ranks = world.agree(what, lambda: {"made": prepare(), "sends": sends, "offer": wire.offer()})
-        is_needed = any(each["sends"] for each in ranks)
-        if is_needed:
-            accept_offers(world, what, wire, [each["offer"] for each in ranks])
-        else:
-            wire.close(keep=True)
-    except BaseException:
-        wire.close(keep=False)
-        raise
-    return wire if is_needed else None, [each["made"] for each in ranks]
+    if not any(answer["sends"] for answer in answers):
+        wire.close(keep=True)
+        return None
+    accept_offers(world, what, wire, [answer["offer"] for answer in answers])
+    return wire
 
 
 class MessageExchange:
@@ -334,7 +341,14 @@ class PartAssembler:
         return sum(ring.nbytes for ring in self._buffers.values())
 
     def open(self) -> None:
-        """Connects to the other ranks, if any rank needs bytes from another; raises as `part`."""
+        """Waits for the snapshot, and connects to the other ranks if any rank needs bytes from another one.
+
+        Raises:
+            Interrupted: As for `part`.
+            Exception: The snapshot could not be made.
+        """
+        if self._snapshot is not None:
+            self._snapshot.await_copies()
         if self._exchange is not None:
             self._exchange.open()
 
@@ -368,9 +382,16 @@ class PartAssembler:
         return host_view(buffer)
 
     def finish(self) -> None:
-        """Waits until all outgoing messages are sent; raises as `part`."""
+        """Waits until all outgoing messages are sent.
+
+        Raises:
+            Interrupted: As for `part`.
+            StateChanged: The state changed while it was copied.
+        """
         if self._exchange is not None:
             self._exchange.finish()
+        if self._snapshot is not None:
+            self._snapshot.require_unchanged()
 
     def close(self) -> None:
         """Ends the exchange, and frees all memory."""
@@ -417,7 +438,7 @@ class PartAssembler:
         """Copies the bytes of a message out of the state."""
         data = buffer[: message.nbytes]
         self._plan.state.reader.copy(message.ranges, data)
-        self._plan.state.reader.settle()
+        self._plan.state.reader.wait_copied()
         return data
 
     def _pack(self, number: int) -> Tensor:

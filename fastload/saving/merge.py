@@ -10,7 +10,7 @@ import json
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,7 +19,8 @@ from fastload.errors import PlanMismatch, first_lines
 from fastload.formats.state import leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.box import Box
-from fastload.saving.layout import Layout, TensorSpec
+from fastload.options import SaveOptions
+from fastload.saving.layout import Layout, TensorSpec, lay_out_files
 from fastload.saving.shard_map import ShardMap
 
 if TYPE_CHECKING:
@@ -165,15 +166,18 @@ class MergedState:
 def merge_states(
     forms: Sequence[bytes],
     boxes: Sequence[bytes],
-    lay_out: Callable[[Sequence[TensorSpec]], Layout],
-    outcome: str = NOTHING_SAVED,
+    *,
+    options: SaveOptions,
+    stem: str,
+    outcome: str,
 ) -> MergedState | None:
     """Merges the states of all ranks.
 
     Args:
         forms: The `pack_state` of each rank.
         boxes: The `pack_boxes` of each rank.
-        lay_out: Lays the tensors out in files.
+        options: How to lay the tensors out in files.
+        stem: First part of the names of the files.
         outcome: What a problem has led to, for its message.
 
     Returns:
@@ -189,7 +193,7 @@ def merge_states(
     if not variants:
         return None
     structure, specs = _merge_forms(variants, outcome)
-    layout = lay_out(specs)
+    layout = lay_out_files(specs, options, stem)
     by_rank, meshes = _boxes_by_rank(boxes)
     shard_map = ShardMap(layout, len(forms), by_rank)
     if missing := shard_map.missing():

@@ -32,7 +32,7 @@ class StateReader:
         tensors: Name → tensor; any strides, any device.
         uncounted: Names of tensors that may change without torch counting it; see `StateEncoding`.
         shards: Local tensors with version counters of their own; likewise.
-        patience_s: How long `settle` may take.
+        patience_s: How long `wait_copied` may take.
 
     Attributes:
         watch: Time of copies.
@@ -148,7 +148,7 @@ class StateReader:
         return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
 
     def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
-        """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
+        """Starts to copy ranges of shards to the beginning of a flat uint8 host tensor; see `wait_copied`."""
         position, address = 0, out.data_ptr()
         with self.watch.span(nbytes=out.numel()), self.streams.current():
             for number, shard, begin, end in ranges:
@@ -181,7 +181,7 @@ class StateReader:
                 return narrowed(view, box.relative_to(held))
         raise AssertionError(f"this rank does not hold {box}")
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Waits for all copies that were started.
 
         Raises:
@@ -194,9 +194,9 @@ class StateReader:
         """Returns the boxes of a tensor that this rank holds."""
         return tuple(box for box, _ in self._parts_of(name))
 
-    def held(self, name: str) -> tuple[tuple[Box, ...], str]:
-        """Returns the boxes of a tensor that this rank holds, and its mesh; see `mesh_of`."""
-        return self.boxes(name), mesh_of(self._tensors[name])
+    def held(self) -> dict[str, tuple[tuple[Box, ...], str]]:
+        """Returns the boxes that this rank holds of each tensor, and its mesh; see `mesh_of`."""
+        return {name: (self.boxes(name), mesh_of(tensor)) for name, tensor in self._tensors.items()}
 
     def forget(self) -> None:
         """Drops the references to the state."""

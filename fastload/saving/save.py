@@ -64,9 +64,9 @@ def save(call: SaveCall, state: Any) -> SaveReport:
     """
     world = call.world
     with world.together():
-        encoded, agreed = agree(call, partial(describe, call, state))
+        described, agreed = agree(call, state)
         with _or_leave(call, met=True):
-            plan = make_plan(call, compare_on_devices(call, encoded, agreed), agreed)
+            plan = make_plan(call, compare_on_devices(call, described, agreed), agreed)
     begun = BegunSave(plan, agreed, None, None)
     with finishing(call, begun):
         finished = _write(call, begun, agreed, 0.0)
@@ -86,18 +86,18 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
     agreed = None
     with call.world.together():
         with _or_leave(call, met=False):
-            encoded = describe(call, state)
-        if has_to_meet(call, encoded):
-            encoded, agreed = agree(call, lambda: encoded)
+            described = describe(call, state)
+        if has_to_meet(call, described):
+            described, agreed = agree(call, described)
         with _or_leave(call, met=agreed is not None):
-            expected = agreed if agreed is not None else predict(call, encoded)
+            expected = agreed if agreed is not None else predict(call, described)
             overlaps = call.options.snapshot == "overlap"
-            encoded = compare_on_devices(call, encoded, expected, overlaps=overlaps)
-            plan = make_plan(call, encoded, expected, from_snapshot=True)
+            described = compare_on_devices(call, described, expected, overlaps=overlaps)
+            plan = make_plan(call, described, expected, from_snapshot=True)
             kind = OverlappedSnapshot if overlaps else Snapshot
-            snapshot = kind(encoded.reader, plan.messages.contributed, call.pool)
-            if not overlaps and encoded.on_devices is not None:
-                encoded.on_devices.hold_caller()
+            snapshot = kind(described.reader, plan.messages.contributed, call.pool)
+            if not overlaps and described.on_devices is not None:
+                described.on_devices.hold_caller()
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)
 
 
@@ -192,7 +192,9 @@ def _await_turn(call: SaveCall, queued: QueuedSave) -> bool:
 
     The ranks have met before, so that a rank that failed to begin does not wait for earlier saves.
     """
-    is_written = call.world.agree(f"{call.what}: waiting for its turn", queued.await_turn)[0]
+    with call.world.step(f"{call.what}: waiting for its turn") as step:
+        step.answer(queued.await_turn())
+    is_written: bool = step.answers[0]
     if not is_written:
         queued.drop()
         call.world.acknowledge()
@@ -208,8 +210,8 @@ def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
         if met or not isinstance(error, Exception):
             call.world.leave(error)
         else:
-            with suppress(FastloadError):
-                call.world.gather(call.what, error=error, wait_s=call.world.patience_s)
+            with suppress(FastloadError), call.world.step(call.what):
+                raise error
         raise
 
 
@@ -221,7 +223,7 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
     """
     try:
         with call.world.together():
-            yield begun.agreed or agree(call, lambda: begun.plan.state, went_on=True)[1]
+            yield begun.agreed or agree(call, begun.plan.state, went_on=True)[1]
     except BaseException:
         if begun.snapshot is not None:
             begun.snapshot.cancel()
@@ -238,22 +240,15 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
         planned = plan_delta(call, begun.plan, begun.snapshot, agreed)
         written = write(call, planned.plan, planned.snapshot)
-
-    def publish() -> dict[str, Any]:
-        try:
-            report = _publish(call, begun, planned, written, agreed, waited_s)
-        except BaseException as error:
-            call.tracing.leave("save", call.began, error)
-            raise
-        call.tracing.leave("save", call.began, None)
-        return report
-
     try:
-        # Not settled: a commit does not notice that another one has failed, and may take long.
-        published = world.agree(f"{call.what}: publishing", publish)
+        # Not a long step: a commit does not notice that another one has failed, and may take long.
+        with world.step(f"{call.what}: publishing") as step:
+            with call.tracing.span("save", call.began):
+                response = _publish(call, begun, planned, written, agreed, waited_s)
+            step.answer(response)
     finally:
         call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
-    return finished_save(call, _report(call, planned, published), published)
+    return finished_save(call, _report(call, planned, step.answers), step.answers)
 
 
 def _publish(
@@ -322,15 +317,8 @@ def finished_save(call: SaveCall, report: SaveReport, responses: Sequence[dict[s
         report: Its report.
         responses: `published_response` of all ranks.
     """
-    world = call.world
-    some_listen = any(each["listens"] for each in kinds_of(responses))
-
-    def tell() -> None:
-        with world.together():
-            world.tell(call.what, report, call.options.on_report, some_listen=some_listen)
-        world.acknowledge()
-
-    return FinishedSave(report, tell)
+    some_listen = any(response["listens"] for response in kinds_of(responses))
+    return FinishedSave(report, call.world, call.what, call.options.on_report, some_listen)
 
 
 def _report(call: SaveCall, planned: DeltaPlan, published: Sequence[dict[str, Any]]) -> SaveReport:

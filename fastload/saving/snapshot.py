@@ -114,7 +114,7 @@ class Snapshot:
     def _copy(self, reader: StateReader, messages: Sequence[ShardMessage]) -> None:
         for message in messages:
             reader.copy(message.ranges, self.get(message))
-        reader.settle()
+        reader.wait_copied()
         reader.forget()
 
     @property
@@ -336,7 +336,7 @@ class OverlappedSnapshot(Snapshot):
         try:
             with one_torch_thread():  # the others of OpenMP would not have this priority
                 self._queue.finish(self._copy_piece)
-            self._reader.settle()
+            self._reader.wait_copied()
         except Exception as error:
             self._queue.fail(error)
         self._changes.copies_ended()

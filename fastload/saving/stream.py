@@ -17,6 +17,7 @@ from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import dense_strides, row_major
 from fastload.geometry.dtensors import is_dtensor, local_of
+from fastload.storage import local_directory
 from fastload.storage.folders import os_errors, write_all
 
 _ALIGN_BYTES = 64  # for any dtype
@@ -87,7 +88,7 @@ class _Place(NamedTuple):
 
 
 def take_tensors(
-    world: World, what: str, tensors: Iterable[tuple[str, Tensor]], folder: Callable[[], str]
+    world: World, what: str, tensors: Iterable[tuple[str, Tensor]], spool: str | os.PathLike[str]
 ) -> dict[str, Tensor]:
     """Takes the tensors of this rank, and returns them as views of a file that the kernel pages in and out.
 
@@ -97,30 +98,30 @@ def take_tensors(
         world: The ranks.
         what: Name of the save, for messages.
         tensors: Name and tensor, one by one.
-        folder: Returns a directory on a local disk. The file in it has no name.
+        spool: A directory on a local disk. The file in it has no name.
 
     Raises:
         FastloadError: An iterator raised, or its tensors cannot be saved, or the disk is full; on all ranks.
     """
-    found: list[dict[str, Tensor]] = []
+    with world.step(f"{what}: taking the tensors", is_long=True):
+        taken = _take(world, tensors, local_directory(spool, "keep tensors in"))
+    return taken
 
-    def take() -> None:
-        places: dict[str, _Place] = {}
-        spool = _Spool(folder())
-        try:
-            for name, tensor in tensors:
-                _require_new(name, tensor, places, world.rank)
-                local = local_of(tensor).detach().resolve_conj().resolve_neg()
-                strides = _strides_to_keep(tensor, local)
-                places[name] = _Place(spool.end, local.dtype, local.shape, strides, _wrapper(tensor))
-                _append(world, spool, local, strides)
-            data = spool.map()
-        finally:
-            spool.close()
-        found.append({name: _view(data, place) for name, place in places.items()})
 
-    world.settle(f"{what}: taking the tensors", take)
-    return found[0]
+def _take(world: World, tensors: Iterable[tuple[str, Tensor]], folder: str) -> dict[str, Tensor]:
+    places: dict[str, _Place] = {}
+    spool = _Spool(folder)
+    try:
+        for name, tensor in tensors:
+            _require_new(name, tensor, places, world.rank)
+            local = local_of(tensor).detach().resolve_conj().resolve_neg()
+            strides = _strides_to_keep(tensor, local)
+            places[name] = _Place(spool.end, local.dtype, local.shape, strides, _wrapper(tensor))
+            _append(world, spool, local, strides)
+        data = spool.map()
+    finally:
+        spool.close()
+    return {name: _view(data, place) for name, place in places.items()}
 
 
 def _require_new(name: Any, tensor: Any, places: Container[str], rank: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from fastload.geometry.blocks import Block
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.agree import SaveAgreement, finish_comparison
 from fastload.saving.call import SaveCall
-from fastload.saving.exchange import PartAssembler, connect
+from fastload.saving.exchange import PartAssembler, connect, connecting
 from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.per_rank import PerRankFiles, collect_own, show_own
 from fastload.saving.plan import SavePlan
@@ -54,17 +54,24 @@ def _prepare(call: SaveCall, plan: SavePlan) -> tuple[Wire | None, Sequence[Any]
         PeerError: Some leader cannot write there; has its cause.
         CheckpointExists: There is a checkpoint already.
     """
-    world, target, leads = call.world, plan.target, call.world.rank == plan.group.leader
-    files = [(file.name, file.nbytes) for file in plan.state.layout.files]
-    what = f"preparing to save to {target.url}"
-
-    def prepare() -> Any:
-        return target.prepare(files, overwrite=bool(call.options.overwrite)) if leads else None
-
+    world, what = call.world, f"preparing to save to {plan.target.url}"
     if not plan.depths.exchanges:
-        return None, world.agree(what, prepare)
-    sends = bool(plan.messages.outgoing)
-    return connect(world, what, plan.messages.partners, prepare, sends=sends)
+        with world.step(what) as step:
+            step.answer(_prepare_files(call, plan))
+        return None, step.answers
+    with connecting(world, plan.messages.partners) as wire:
+        with world.step(what) as step:
+            ticket, sends = _prepare_files(call, plan), bool(plan.messages.outgoing)
+            step.answer({"ticket": ticket, "sends": sends, "offer": wire.offer()})
+        return connect(world, what, wire, step.answers), [answer["ticket"] for answer in step.answers]
+
+
+def _prepare_files(call: SaveCall, plan: SavePlan) -> Any:
+    """Prepares the files if this rank is a leader; returns the ticket to join them."""
+    if call.world.rank != plan.group.leader:
+        return None
+    files = [(file.name, file.nbytes) for file in plan.state.layout.files]
+    return plan.target.prepare(files, overwrite=bool(call.options.overwrite))
 
 
 def _join(call: SaveCall, plan: SavePlan, tickets: Sequence[Any]) -> None:
@@ -155,41 +162,37 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
     )
     call.tracing.follow({"write": writer.watch})
     assembler = PartAssembler(world, plan, snapshot, wire)
-    join, has_copies = partial(_join, call, plan, tickets), len(plan.leaders) > 1
-    found: list[WriteResult] = []
-    comparison = plan.state.on_devices
-
-    def work() -> tuple[str | None, dict[str, str]]:
-        if not has_copies:
-            join()
-        if snapshot is not None:
-            snapshot.await_copies()
-        assembler.open()
-        hasher = BlockHasher(layout.blocks_of(plan.share.ranges))
-        written = writer.write(plan.share, assembler, hasher)
-        receipt = WriteReceipt(written, hasher.checksums())
-        assembler.finish()
-        if snapshot is not None:
-            snapshot.require_unchanged()
-        packed = _hand_in(world, plan.group, receipt, what=call.what)
-        show_own(world, call.what, plan.state.own)
-        nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
-        found.append(WriteResult(receipt, (), writer.watch.seconds, writer.flush_s, nbytes))
-        digests = comparison.by_holders(world.rank, world.patience_s) if comparison is not None else {}
-        return packed, digests
-
+    comparison, has_copies = plan.state.on_devices, len(plan.leaders) > 1
     try:
         if has_copies:
-            world.agree(f"joining the save to {plan.target.url}", join)
-        responses = world.settle(call.what, work)
+            with world.step(f"joining the save to {plan.target.url}"):
+                _join(call, plan, tickets)
+        with world.step(call.what, is_long=True) as step:
+            if not has_copies:
+                _join(call, plan, tickets)
+            receipt = _write_share(plan, writer, assembler)
+            handed_in = _hand_in(world, plan.group, receipt, what=call.what)
+            show_own(world, call.what, plan.state.own)
+            staging_bytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
+            digests = comparison.by_holders(world.rank, world.patience_s) if comparison is not None else {}
+            step.answer([handed_in, digests])
     finally:
         assembler.close()
         if writer.close() and snapshot is not None:
             snapshot.release()
-    receipts, digests = zip(*responses, strict=True)
+    receipts, by_holders = zip(*step.answers, strict=True)
     if comparison is not None:
-        finish_comparison(call, comparison, digests)
-    return replace(found[0], receipts=receipts)
+        finish_comparison(call, comparison, by_holders)
+    return WriteResult(receipt, receipts, writer.watch.seconds, writer.flush_s, staging_bytes)
+
+
+def _write_share(plan: SavePlan, writer: PartWriter, assembler: PartAssembler) -> WriteReceipt:
+    """Writes this rank's share, and sends its bytes to other writers."""
+    assembler.open()
+    hasher = BlockHasher(plan.state.layout.blocks_of(plan.share.ranges))
+    written = writer.write(plan.share, assembler, hasher)
+    assembler.finish()
+    return WriteReceipt(written, hasher.checksums())
 
 
 class PartSource(Protocol):

@@ -14,7 +14,17 @@ from fastload.options import Patience
 from fastload.storage import single_file
 from fastload.storage.base import FileStat, Folder, Names, Storage, Target, WritableStorage, take
 from fastload.storage.local import LocalStorage
-from fastload.storage.location import HTTP, OBJECT_STORES, SCHEME, Location, Secrets, locate, name_of, redact
+from fastload.storage.location import (
+    HTTP,
+    OBJECT_STORES,
+    SCHEME,
+    Location,
+    Secrets,
+    local_directory,
+    locate,
+    name_of,
+    redact,
+)
 from fastload.storage.process import registered_storages
 from fastload.storage.retry import PatientStorage
 
@@ -27,6 +37,7 @@ __all__ = [
     "Storage",
     "Target",
     "WritableStorage",
+    "local_directory",
     "locate",
     "name_of",
     "open_patiently",

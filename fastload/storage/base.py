@@ -136,8 +136,9 @@ class Storage(ABC):
         location = locate(url)
         self.url = location.url
         self.secrets = Secrets(location, {})
+        self._first_byte_s = 0.0
         self._count = ByteCounter()
-        self._note_first_byte: Callable[[float], object] = ignore
+        self._listener: Callable[[float], object] = ignore
 
     @property
     def shared(self) -> bool:
@@ -150,6 +151,11 @@ class Storage(ABC):
     @property
     def in_order(self) -> bool:
         return False
+
+    @property
+    def first_byte_s(self) -> float:
+        """Seconds from the last request for data to its first byte; 0 before it, or if not known."""
+        return self._first_byte_s
 
     @property
     def bytes_read(self) -> int:
@@ -207,7 +213,12 @@ class Storage(ABC):
 
     def listen(self, note: Callable[[float], object]) -> None:
         """Has a function called with the seconds from each request for data to its first byte, if known."""
-        self._note_first_byte = note
+        self._listener = note
+
+    def note_first_byte(self, after_s: float) -> None:
+        """Notes that the first byte of a request for data came so many seconds after it."""
+        self._first_byte_s = after_s
+        self._listener(after_s)
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         """Returns all of a small file, and keeps no descriptor open.

@@ -139,6 +139,22 @@ def locate(path: object) -> Location:
     return _KINDS.get(scheme, _other)(scheme, rest, shown)
 
 
+def local_directory(path: object, use: str) -> str:
+    """Returns the address of a directory on a disk of this host.
+
+    Args:
+        path: A path.
+        use: What it is for, for messages, such as ``stage to``.
+
+    Raises:
+        OptionError: It is a URL.
+    """
+    location = locate(path)
+    if location.scheme:
+        raise OptionError(f"cannot {use} {location}: name a directory on a disk of each host")
+    return location.address
+
+
 def _require_path(text: str, shown: str) -> None:
     """Refuses a URL that has lost a slash, which would be a path below a directory ``s3:``."""
     found = _ONE_SLASH.fullmatch(text)

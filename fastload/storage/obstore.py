@@ -87,6 +87,7 @@ _NO_HEAD = (403, 405, 501)
 _NO_SUCH_RANGE = 416
 FIRST_BYTES = 256 << 10
 """Bytes to read of a file whose name is a guess: a small one completely, the header of a large one."""
+_NEAR_BYTES = 64 << 10  # what readers of headers ask for first
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -315,7 +316,7 @@ class ObjectStorage(WritableStorage):
         # Without retries of obstore: those of fastload know the deadline and all transient errors.
         self.store: Any = self.settings.make(retry={"max_retries": 0})
         self._known: dict[str, FileStat | None] = {}  # None: a guess that was wrong
-        self._firsts: dict[str, bytes] = {}  # what was read of guesses, for the next read of each
+        self._firsts: dict[str, bytes] = {}  # what was read for metadata, for the next read of each
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
     def stat(self, name: str) -> FileStat | None:
@@ -323,9 +324,15 @@ class ObjectStorage(WritableStorage):
             return self._known[name]
         if not self._is_http and not self._key(name):
             return None  # a bucket is not an object, though some stores say so
-        is_guess = self._is_http and not self._is_file and name in ("", *self._names.likely)
+        reads = self._is_http and not self._is_file
+        is_guess = reads and name in ("", *self._names.likely)
         try:
-            found = self._guess(name) if is_guess else _stat(self._call(name, self._ask_for_stat))
+            if is_guess:
+                found = self._guess(name)
+            elif reads and name.endswith(self._names.file_endings):  # whose header is read next
+                found, _ = self._stat_by_reading(name, _NEAR_BYTES)
+            else:
+                found = _stat(self._call(name, self._ask_for_stat))
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
@@ -335,14 +342,21 @@ class ObjectStorage(WritableStorage):
         return found
 
     def _guess(self, name: str) -> FileStat | None:
-        """Requests size and version by a read of the first bytes, which are kept for the next read.
+        """Returns size and version; None for a page, which some servers show for names that they lack."""
+        found, first = self._stat_by_reading(name, FIRST_BYTES)
+        if is_page(first[:HEAD_BYTES]):
+            del self._firsts[name]
+            return None
+        return found
 
-        None if these are of a page, which some servers show for every name that they lack.
-        """
+    def _stat_by_reading(self, name: str, nbytes: int) -> tuple[FileStat, bytes]:
+        """Requests size and version by a read of the first bytes, which are kept for the next read."""
 
         def ask(key: str) -> tuple[Any, bytes]:
+            asked_s = time.monotonic()
             try:
-                result = get_range(self.store, key, 0, FIRST_BYTES)
+                result = get_range(self.store, key, 0, nbytes)
+                self.note_first_byte(time.monotonic() - asked_s)
                 return result.meta, bytes(result.bytes())
             except (GenericError, NotSupportedError) as error:
                 if not _lacks_ranges(error):
@@ -351,10 +365,8 @@ class ObjectStorage(WritableStorage):
                 return result.meta, next((bytes(part) for part in result.stream(min_chunk_size=1)), b"")
 
         meta, first = self._call(name, ask)
-        if is_page(first[:HEAD_BYTES]):
-            return None
         self._firsts[name] = first
-        return _stat(meta)
+        return _stat(meta), first
 
     def _ask_for_stat(self, key: str) -> Any:
         """Requests size and version; where only GET is allowed, by a read of the first byte."""
@@ -442,7 +454,7 @@ class ObjectStorage(WritableStorage):
         def get(key: str) -> tuple[Any, Any]:
             asked_s = time.monotonic()
             result = get_range(self.store, key, offset, nbytes)
-            self._note_first_byte(time.monotonic() - asked_s)
+            self.note_first_byte(time.monotonic() - asked_s)
             return result.bytes(), result.meta
 
         data, meta = self._call(name, get, offset, nbytes)

@@ -91,6 +91,10 @@ class PatientStorage(Storage):
         return self._storage.in_order
 
     @property
+    def first_byte_s(self) -> float:
+        return self._storage.first_byte_s
+
+    @property
     def bytes_read(self) -> int:
         return self._storage.bytes_read
 

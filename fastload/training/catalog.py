@@ -28,7 +28,7 @@ from fastload.storage import (
     open_patiently,
     open_target,
 )
-from fastload.training.retention import Point, Retention, SavedCheckpoint
+from fastload.training.retention import KeepPolicy, Point, SavedCheckpoint, expendable
 
 MAX_STEP = MAX_INT
 _PREFIX = "step_"
@@ -282,7 +282,7 @@ class Catalog:
     def expendable(
         self,
         entries: Sequence[Entry],
-        retention: Retention,
+        policy: KeepPolicy,
         *,
         needed: Collection[int] = (),
         damaged: Collection[int] = (),
@@ -294,7 +294,7 @@ class Catalog:
 
         Args:
             entries: All checkpoints.
-            retention: The rules.
+            policy: Names those to keep.
             needed: Steps that are kept in any case.
             damaged: Steps that are listed as complete, and are not.
         """
@@ -303,13 +303,13 @@ class Catalog:
         saved = [
             one.saved for one in entries if one.is_complete and not one.is_link and one.step not in damaged
         ]
-        steps = set(expendable := retention.expendable(saved, needed={*needed, *targets}))
+        steps = set(ordered := expendable(policy, saved, needed={*needed, *targets}))
         by_name = {_name_of(one.step): one for one in entries}
         for one in entries:
             if one.step not in steps:
                 steps -= {base.step for base in _bases(one, by_name)}
         depths = {one.step: one.summary.num_deltas for one in entries if one.summary is not None}
-        return sorted((step for step in expendable if step in steps), key=lambda step: -depths[step])
+        return sorted((step for step in ordered if step in steps), key=lambda step: -depths[step])
 
     def base_for(self, step: int, *, damaged: Collection[int] = ()) -> Location | None:
         """Returns the newest complete checkpoint that does not need the one of a step; None without one.
@@ -476,13 +476,13 @@ class Cleaner:
 
     Args:
         catalog: The checkpoints.
-        retention: Which ones to keep.
+        policy: Which ones to keep; None keeps all.
         in_use: Returns the URLs of checkpoints that are open.
     """
 
-    def __init__(self, catalog: Catalog, retention: Retention, in_use: Callable[[], set[str]]) -> None:
+    def __init__(self, catalog: Catalog, policy: KeepPolicy | None, in_use: Callable[[], set[str]]) -> None:
         self._catalog = catalog
-        self._retention = retention
+        self._policy = policy
         self._in_use = in_use
         self._last: Task | None = None
         self._pruning: Task | None = None
@@ -499,8 +499,9 @@ class Cleaner:
             step: Step of the new one.
             damaged: Steps of damaged checkpoints, which are ignored.
         """
-        if self._retention.keep_last is not None:
-            self._begin(lambda: self._prune(step, damaged) if is_committed() else None)
+        policy = self._policy
+        if policy is not None:
+            self._begin(lambda: self._prune(policy, step, damaged) if is_committed() else None)
             self._pruning = self._last
 
     def wait(self, timeout_s: float) -> None:
@@ -532,10 +533,10 @@ class Cleaner:
         for path in self._catalog.clean_abandoned():
             _log.info("removed %s, which a dead save left behind", path)
 
-    def _prune(self, step: int, damaged: set[int]) -> None:
+    def _prune(self, policy: KeepPolicy, step: int, damaged: set[int]) -> None:
         catalog, entries = self._catalog, self._catalog.entries()
         open_ones = {one.step for one in entries if catalog.is_at(one.step, self._in_use())}
-        for old in catalog.expendable(entries, self._retention, needed={step, *open_ones}, damaged=damaged):
+        for old in catalog.expendable(entries, policy, needed={step, *open_ones}, damaged=damaged):
             if not catalog.is_at(old, self._in_use()):
                 catalog.remove(old)
                 _log.info("removed %s", catalog.path(old))

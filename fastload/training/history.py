@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastload.comm.group import agree
+from fastload.comm.group import separate_call
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, FastloadError, OptionError
 from fastload.formats.names import RECORD_NAME
@@ -98,45 +98,35 @@ class History:
         self._listing: Listing | None = None  # the last one
         self._warned: set[int] = set()
 
-    def look(self, *before: Callable[[], object]) -> Listing:
+    def call(self) -> AbstractContextManager[World]:
+        """Returns the block of a call that lists the checkpoints; see `separate_call`."""
+        what = f"listing the checkpoints in {self._catalog.root.given}"
+        return separate_call(self._group, what, timeout_s=self._world.timeout_s)
+
+    def look(self, world: World | None = None) -> Listing:
         """Lists the checkpoints, on all ranks.
 
         Args:
-            before: Called first; all ranks finish it before any of them lists.
+            world: The ranks, in a block of `call`; None to list in a call of its own.
 
         Raises:
             FastloadError: A rank could not list storage.
         """
-
-        def look() -> list[tuple[int, int, str, bool, str, str, float, str]]:
-            entries = self._catalog.entries() if self._lists else []
-            self._warn_of(entries)
-            return [
-                (
-                    one.point.branch,
-                    one.step,
-                    one.state,
-                    one.is_link,
-                    one.problem * (one.state == _UNSUPPORTED),
-                    one.summary.digest if one.summary is not None else "",
-                    one.saved_s,
-                    one.summary.incarnation if one.summary is not None else "",
-                )
-                for one in entries
-            ]
-
-        what = f"listing the checkpoints in {self._catalog.root.given}"
-        listings = agree(self._group, what, *before, look, timeout_s=self._world.timeout_s)
-        found = [one for entries in listings for one in entries]
+        if world is None:
+            with self.call() as world:
+                return self.look(world)
+        with world.step() as step:
+            step.answer(self._list_here())
+        rows = [row for listed in step.answers for row in listed]
         listing = Listing(
-            complete=_points((branch, step) for branch, step, state, *_ in found if state == "complete"),
-            recorded=_points((branch, step) for branch, step, state, *_ in found if state in _RECORDED),
-            links=frozenset(step for _, step, _, is_link, *_ in found if is_link),
-            unsupported={step: problem for _, step, state, _, problem, *_ in found if state == _UNSUPPORTED},
+            complete=_points((branch, step) for branch, step, state, *_ in rows if state == "complete"),
+            recorded=_points((branch, step) for branch, step, state, *_ in rows if state in _RECORDED),
+            links=frozenset(step for _, step, _, is_link, *_ in rows if is_link),
+            unsupported={step: problem for _, step, state, _, problem, *_ in rows if state == _UNSUPPORTED},
             records={
                 Point(branch, step): RecordSeen(digest, saved_s, incarnation)
                 for wanted in ("damaged", "complete")  # that of the first host where it is complete counts
-                for branch, step, state, _, _, digest, saved_s, incarnation in reversed(found)
+                for branch, step, state, _, _, digest, saved_s, incarnation in reversed(rows)
                 if state == wanted
             },
         )
@@ -145,6 +135,24 @@ class History:
             self._newest = max(self._newest or self._in_memory, self._in_memory)
         self._listing = listing
         return listing
+
+    def _list_here(self) -> list[tuple[int, int, str, bool, str, str, float, str]]:
+        """Lists the checkpoints on this rank, if it lists; returns a row for each."""
+        entries = self._catalog.entries() if self._lists else []
+        self._warn_of(entries)
+        return [
+            (
+                entry.point.branch,
+                entry.step,
+                entry.state,
+                entry.is_link,
+                entry.problem * (entry.state == _UNSUPPORTED),
+                entry.summary.digest if entry.summary is not None else "",
+                entry.saved_s,
+                entry.summary.incarnation if entry.summary is not None else "",
+            )
+            for entry in entries
+        ]
 
     @property
     def origin(self) -> tuple[int, int, str] | None:
@@ -230,16 +238,16 @@ class History:
         return branch
 
     def _warn_of(self, entries: list[Entry]) -> None:
-        for one in entries:
-            if one.state in ("unreadable", _UNSUPPORTED) and one.step not in self._warned:
-                self._warned.add(one.step)
-                _log.warning("%s cannot be read; ignored: %s", self._catalog.path(one.step), one.problem)
+        for entry in entries:
+            if entry.state in ("unreadable", _UNSUPPORTED) and entry.step not in self._warned:
+                self._warned.add(entry.step)
+                _log.warning("%s cannot be read; ignored: %s", self._catalog.path(entry.step), entry.problem)
 
 
-def _points(found: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
+def _points(positions: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
     """Returns sorted points; the newest of each step, of which hosts may have different ones."""
     branches: dict[int, int] = {}
-    for branch, step in found:
+    for branch, step in positions:
         branches[step] = max(branch, branches.get(step, 0))
     return tuple(sorted(Point(branch, step) for step, branch in branches.items()))
 

@@ -1,16 +1,16 @@
-"""Intervals between saves, as given or as rank 0 computes them during training."""
+"""When a save is due: by intervals, as given or computed during training, or by a policy of the caller."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from fastload.errors import OptionError
-from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
+from fastload.training.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
 
 if TYPE_CHECKING:
     from fastload.memory_tier.tier import TierSave
@@ -24,6 +24,11 @@ _log = logging.getLogger(__name__)
 _DEFAULT_S = 1800.0  # default interval between saves
 _FIRST_STEPS = 10  # between the first saves, which are measured
 _NUM_STEPS = 101  # last steps, whose median is the time of a step
+_NUM_SAVES = 5  # last ones that a policy of the caller is told of
+_MIN_STEP_S = 1e-6
+
+STORAGE, MEMORY = "storage", "memory"
+"""The tiers that a manager saves to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +94,90 @@ class IntervalPolicy:
         return (self.memory_every_steps, self.memory_every_seconds) != (None, None)
 
 
+class EndedSave(NamedTuple):
+    """A save that has ended well.
+
+    Attributes:
+        tier: Where it went.
+        stall_s: Seconds for which the training waited.
+        background_s: Seconds that it took after that.
+    """
+
+    tier: str
+    stall_s: float
+    background_s: float
+
+
+class TrainingTimes:
+    """The times of the steps and saves of a training, on this rank; waits for saves are no time of a step."""
+
+    def __init__(self) -> None:
+        self._steps_s: list[float] = []
+        self._last_s: float | None = None
+        # Each with the seconds that it stalled the training.
+        self._running: dict[str, list[tuple[SaveHandle | TierSave, float]]] = {MEMORY: [], STORAGE: []}
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were measured, of the last ones."""
+        return len(self._steps_s)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, in the median; 0 before the first measurement."""
+        return median(self._steps_s or [0.0])
+
+    def is_running(self, tier: str) -> bool:
+        """Whether a save to a tier is under way."""
+        return bool(self._running[tier])
+
+    def step_done(self) -> list[EndedSave]:
+        """Measures a step; returns the saves that have ended since the last one."""
+        now = time.monotonic()
+        if self._last_s is not None:
+            self._steps_s = [*self._steps_s, now - self._last_s][-_NUM_STEPS:]
+        self._last_s = now
+        return [ended for tier in self._running for ended in self._ended(tier)]
+
+    def measure(self, save: Callable[[], SaveT], tier: str) -> tuple[SaveT, EndedSave | None]:
+        """Calls `save`; returns its result, and the save if it has ended by then."""
+        began = time.monotonic()
+        running = save()
+        stall_s = time.monotonic() - began
+        self._wait(stall_s)
+        if running is None:
+            return running, EndedSave(tier, stall_s, 0.0)
+        self._running[tier].append((running, stall_s))
+        return running, None
+
+    def pause(self, wait: Callable[[], T]) -> T:
+        """Calls a function that waits for an earlier save, which is no cost of a save either."""
+        began = time.monotonic()
+        try:
+            return wait()
+        finally:
+            self._wait(time.monotonic() - began)
+
+    def _wait(self, seconds: float) -> None:
+        if self._last_s is not None:
+            self._last_s += seconds
+
+    def _ended(self, tier: str) -> list[EndedSave]:
+        ended = [(save, stall_s) for save, stall_s in self._running[tier] if save.done()]
+        self._running[tier] = [pair for pair in self._running[tier] if pair not in ended]
+        return [
+            EndedSave(tier, stall_s, save.report.background_s)
+            for save, stall_s in ended
+            if save.report is not None  # otherwise it has failed, or was dropped
+        ]
+
+
 class IntervalController:
     """The seconds between saves to each tier, as given, or computed from the times of steps and saves.
 
-    The computation is that of `fastload.estimate.cadence.AdaptiveInterval`. With a memory tier, each tier has
+    The computation is that of `fastload.training.cadence.AdaptiveInterval`. With a memory tier, each tier has
     the interval for the failures that it survives. Storage gets at most half of the budget and memory the
-    rest, as in `fastload.estimate.cadence.recommend_tiers`.
+    rest, as in `fastload.training.cadence.recommend_tiers`.
 
     Args:
         policy: The requested intervals.
@@ -106,8 +189,8 @@ class IntervalController:
         self._num_hosts = num_hosts
         self._storage: _TierInterval | None = None
         self._memory: _TierInterval | None = None
-        self._steps_s: list[float] = []
-        self._last_s: float | None = None
+        self._times = TrainingTimes()
+        self._since = dict.fromkeys((STORAGE, MEMORY), time.monotonic())
         if policy.every is None or policy.mtbf_s is None:
             return
         cadence = AdaptiveInterval(
@@ -124,43 +207,47 @@ class IntervalController:
     @property
     def storage_s(self) -> float | None:
         """Seconds between saves to storage; None before the first measurement, or if there is none."""
-        return self._policy.every_seconds if self._storage is None else self._seconds(self._storage)
+        return self._policy.every_seconds if self._storage is None else self._seconds(STORAGE, self._storage)
 
     @property
     def memory_s(self) -> float | None:
         """Seconds between saves to memory, likewise."""
         if self._memory is None or self._policy.has_memory_interval:
             return self._policy.memory_every_seconds
-        return self._seconds(self._memory)
+        return self._seconds(MEMORY, self._memory)
 
-    def _seconds(self, tier: _TierInterval) -> float | None:
-        if len(self._steps_s) < 2 or tier.is_first_running:
+    def _seconds(self, name: str, tier: _TierInterval) -> float | None:
+        is_first_running = self._times.is_running(name) and not tier.cadence.saves
+        if self._times.num_steps < 2 or is_first_running:
             return None
-        return tier.cadence.interval_steps * median(self._steps_s)
+        return tier.cadence.interval_steps * self._times.step_s
 
     def step_done(self) -> None:
         """Measures a step, and saves that have ended."""
-        if self._storage is None:
-            return
-        now = time.monotonic()
-        if self._last_s is not None:
-            self._steps_s = [*self._steps_s, now - self._last_s][-_NUM_STEPS:]
-        self._last_s = now
-        for tier in (self._memory, self._storage):
-            for stall_s, background_s in tier.ended() if tier is not None else ():
-                self._learn(tier, stall_s, background_s)
+        if self._storage is not None:
+            for ended in self._times.step_done():
+                self._learn(ended)
+
+    def take_due(self) -> tuple[set[str], str]:
+        """Returns the tiers to which a save is due by now, once for each save, and no problem."""
+        now, due = time.monotonic(), set()
+        for tier, seconds in ((STORAGE, self.storage_s), (MEMORY, self.memory_s)):
+            if seconds is not None and now >= self._since[tier] + seconds:
+                due.add(tier)
+                self._since[tier] = now
+        return due, ""
+
+    def save_begins(self) -> None:
+        """Notes that a save to storage begins, and with it the interval to the next one."""
+        self._since[STORAGE] = time.monotonic()
 
     def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
         """Calls `save`, and measures the stall of the training; the save is one to storage or to memory."""
-        tier = self._memory if in_memory else self._storage
-        began = time.monotonic()
-        running = save()
-        stall_s = time.monotonic() - began
-        self._last_s = None if self._last_s is None else self._last_s + stall_s
-        if running is not None and tier is not None:
-            tier.running.append((running, stall_s))
-        else:
-            self._learn(tier, stall_s, 0.0)
+        if self._storage is None:
+            return save()
+        running, ended = self._times.measure(save, MEMORY if in_memory else STORAGE)
+        if ended is not None:
+            self._learn(ended)
         return running
 
     def pause(self, wait: Callable[[], T]) -> T:
@@ -168,17 +255,13 @@ class IntervalController:
 
         It is no time of a step, and no cost of a save: the interval already leaves time for a save to end.
         """
-        began = time.monotonic()
-        try:
-            return wait()
-        finally:
-            waited_s = time.monotonic() - began
-            self._last_s = None if self._last_s is None else self._last_s + waited_s
+        return self._times.pause(wait)
 
-    def _learn(self, tier: _TierInterval | None, stall_s: float, background_s: float) -> None:
-        if not self._steps_s or tier is None or self._storage is None:
+    def _learn(self, ended: EndedSave) -> None:
+        tier = self._memory if ended.tier == MEMORY else self._storage
+        if not self._times.num_steps or tier is None or self._storage is None:
             return
-        save = MeasuredSave(max(median(self._steps_s), 1e-6), stall_s, background_s)
+        save = MeasuredSave(max(self._times.step_s, _MIN_STEP_S), ended.stall_s, ended.background_s)
         budget = self._policy.budget
         if self._memory is None:
             return tier.measured(save)
@@ -192,7 +275,7 @@ class IntervalController:
     def _mtbf_by_tier(self, copy_s: float) -> tuple[float, float]:
         """Returns the mean seconds between failures that memory survives, and between the others.
 
-        A failure takes one host, as in `fastload.estimate.cadence.loss_probability`. With one copy memory
+        A failure takes one host, as in `fastload.training.cadence.loss_probability`. With one copy memory
         survives only failures of processes. Their share is unknown, so each tier has the interval for all
         failures.
 
@@ -218,18 +301,11 @@ class _TierInterval:
 
     Attributes:
         cadence: The current one.
-        running: Saves under way, each with the seconds that it stalled the training.
     """
 
     def __init__(self, cadence: AdaptiveInterval, doing: str) -> None:
         self.cadence = cadence
-        self.running: list[tuple[SaveHandle | TierSave, float]] = []
         self._doing = doing
-
-    @property
-    def is_first_running(self) -> bool:
-        """Whether the first save is under way, so that none has been measured."""
-        return bool(self.running) and not self.cadence.saves
 
     @property
     def background_s(self) -> float:
@@ -242,17 +318,104 @@ class _TierInterval:
         saves, num_steps = self.cadence.saves, self.cadence.interval_steps
         return median([save.stall_s / (num_steps * save.step_s) for save in saves] or [0.0])
 
-    def ended(self) -> list[tuple[float, float]]:
-        """Returns stall and background seconds of the saves that have ended since the last call."""
-        ended = [(save, stall_s) for save, stall_s in self.running if save.done()]
-        self.running = [pair for pair in self.running if pair not in ended]
-        # A save without a report has failed, or was dropped.
-        reports = [(save.report, stall_s) for save, stall_s in ended]
-        return [(stall_s, report.background_s) for report, stall_s in reports if report is not None]
-
     def measured(self, save: MeasuredSave, **terms: float) -> None:
         """Updates the interval by one more save, and by other terms of the `AdaptiveInterval`."""
         before = self.cadence.interval_steps
         self.cadence = replace(self.cadence, **terms).measured(save)  # type: ignore[arg-type]
         if self.cadence.interval_steps != before and self._doing:
             _log.info("%s every %d steps: %s", self._doing, self.cadence.interval_steps, self.cadence.why)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What rank 0 has measured of a training.
+
+    Attributes:
+        step_s: Seconds of a step, in the median; 0 before the first measurement.
+        since_s: Tier → seconds since the last save to it began, or since the start.
+        saves: Tier → the last saves to it that have ended, oldest first.
+    """
+
+    step_s: float
+    since_s: Mapping[str, float]
+    saves: Mapping[str, tuple[EndedSave, ...]]
+
+
+class SavePolicy(Protocol):
+    """When to save.
+
+    Rank 0 asks it in each `CheckpointManager.should_save`. All ranks save at that step; with steps below a
+    quarter of a second at a later one, at most half a second after it. An error in it is raised on all ranks.
+    """
+
+    def due(self, step: int, now_s: float, measured: Measured) -> Collection[str]:
+        """Returns the tiers to save to: ``storage``, and with a memory tier ``memory``; empty for none.
+
+        Args:
+            step: Steps done so far.
+            now_s: Seconds since 1970.
+            measured: The times of steps and saves.
+        """
+
+
+class PolicyController:
+    """When a save is due by a policy of the caller, which rank 0 asks; takes the place of the intervals.
+
+    Args:
+        policy: The policy.
+        has_memory: Whether there is a memory tier.
+    """
+
+    def __init__(self, policy: SavePolicy, *, has_memory: bool) -> None:
+        tiers = (STORAGE, MEMORY) if has_memory else (STORAGE,)
+        self._policy = policy
+        self._times = TrainingTimes()
+        self._since = dict.fromkeys(tiers, time.monotonic())
+        self._saves: dict[str, tuple[EndedSave, ...]] = dict.fromkeys(tiers, ())
+        self._due: set[str] = set()
+        self._problem = ""
+
+    def step_done(self) -> None:
+        """Measures a step, and saves that have ended."""
+        for ended in self._times.step_done():
+            self._note(ended)
+
+    def ask(self, step: int) -> None:
+        """Asks the policy about a step."""
+        now = time.monotonic()
+        since_s = {tier: now - began for tier, began in self._since.items()}
+        measured = Measured(self._times.step_s, since_s, dict(self._saves))
+        try:
+            due = set(self._policy.due(step, time.time(), measured))
+            if not due <= self._since.keys():
+                tiers = ", ".join(self._since)
+                raise OptionError(f"it names {sorted(map(str, due))}: the tiers of this manager are {tiers}")
+            self._due |= due
+        except Exception as error:
+            self._problem = f"save_policy= cannot decide about step {step}: {type(error).__name__}: {error}"
+
+    def take_due(self) -> tuple[set[str], str]:
+        """Returns the tiers that the policy has named since the last call, and why it failed, if it did."""
+        taken = self._due, self._problem
+        self._due, self._problem = set(), ""
+        return taken
+
+    def save_begins(self) -> None:
+        """Notes that a save to storage begins."""
+        self._since[STORAGE] = time.monotonic()
+
+    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
+        """Calls `save`, and measures the stall of the training; the save is one to storage or to memory."""
+        tier = MEMORY if in_memory else STORAGE
+        self._since[tier] = time.monotonic()
+        running, ended = self._times.measure(save, tier)
+        if ended is not None:
+            self._note(ended)
+        return running
+
+    def pause(self, wait: Callable[[], T]) -> T:
+        """Calls a function that waits for an earlier save, which is no time of a step."""
+        return self._times.pause(wait)
+
+    def _note(self, ended: EndedSave) -> None:
+        self._saves[ended.tier] = (*self._saves[ended.tier], ended)[-_NUM_SAVES:]

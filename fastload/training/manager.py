@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fastload.comm.failures import require_same
-from fastload.comm.group import agree, meet
+from fastload.comm.group import Meeting, separate_call
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.memory_tier.manifest import StoredCheckpoint
-from fastload.options import LoadOptions, Patience, SaveOptions, chosen_options
+from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import make_call
 from fastload.saving.save import save, save_in_background
@@ -23,10 +24,10 @@ from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, is_step, metadata_of, metrics_of
 from fastload.training.history import History, Listing, RunName
-from fastload.training.interval import IntervalPolicy
+from fastload.training.interval import IntervalPolicy, SavePolicy
 from fastload.training.pending import PendingSaves, SaveRequest
-from fastload.training.restore import CheckpointRestorer
-from fastload.training.retention import Point, Retention, SavedCheckpoint
+from fastload.training.restore import CheckpointRestorer, require_valid
+from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
 if TYPE_CHECKING:  # only if there is a tier
@@ -39,8 +40,10 @@ class Policy:
 
     Attributes:
         root: Root of the checkpoints.
-        interval: When to save.
-        retention: Which checkpoints to keep.
+        interval: When to save, by the keywords.
+        save_policy: The caller's policy of when to save, or None.
+        retention: Which checkpoints to keep, by the keywords.
+        keep_policy: The caller's policy of which to keep, or None.
         async_: Whether to save in the background.
         options: How to save.
         max_pending_saves: Most copies of the state at once.
@@ -53,7 +56,9 @@ class Policy:
 
     root: Location
     interval: IntervalPolicy
+    save_policy: SavePolicy | None
     retention: Retention
+    keep_policy: KeepPolicy | None
     async_: bool
     options: SaveOptions
     max_pending_saves: int = 1
@@ -75,6 +80,13 @@ class Policy:
                 "before they return"
             )
 
+    @property
+    def keeps(self) -> KeepPolicy | None:
+        """The policy of which checkpoints to keep; None keeps all."""
+        if self.keep_policy is not None:
+            return self.keep_policy
+        return self.retention if self.retention.keep_last is not None else None
+
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that must be the same on all ranks."""
         best = self.retention.best
@@ -83,12 +95,26 @@ class Policy:
             "root": self.root.given,
             **asdict(self.interval),
             **asdict(self.retention),
+            "save_policy": _class_of(self.save_policy),
+            "keep_policy": _class_of(self.keep_policy),
             "best": list(best) if best is not None else None,
             "async_": self.async_,
             "deltas": self.deltas,
             "max_pending_saves": self.max_pending_saves,  # not `memory`, which may differ between hosts
             **self.options.shared_values(),
         }
+
+
+def _class_of(policy: object) -> str:
+    return "" if policy is None else f"{type(policy).__module__}.{type(policy).__qualname__}"
+
+
+def _require_policy(name: str, policy: object, method: str, keywords: Mapping[str, Any]) -> None:
+    """Raises if an object is no policy, or if keywords are given whose place it takes."""
+    if not callable(getattr(policy, method, None)):
+        raise OptionError(f"{name}={policy!r}: must have a method {method}; see fastload.policies")
+    if given := [f"{keyword}={value!r}" for keyword, value in keywords.items() if value is not None]:
+        raise OptionError(f"{name}= and {', '.join(given)}: give either the policy or these")
 
 
 def memory_directory(memory: str | os.PathLike[str] | None) -> str | None:
@@ -146,11 +172,15 @@ class CheckpointManager:
         mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
         restart_s: Seconds from a failure until training continues.
         budget: Largest part of the time that training may wait for saves.
+        save_policy: When to save, in place of these intervals and those of `memory`; see
+            `fastload.policies.SavePolicy`.
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
             newer one is committed, unless this process has them open.
         keep_every: Also keeps checkpoints whose step is a multiple of this.
         keep_every_seconds: Also keeps one checkpoint per this many seconds.
         best: A metric and ``min`` or ``max``, such as ``("loss", "min")``; also keeps the best checkpoint.
+        keep_policy: Which checkpoints to keep, in place of these four rules; see
+            `fastload.policies.KeepPolicy`.
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
         max_pending_saves: Most copies of the state at once, written or waiting. The first save allocates the
             memory of all.
@@ -181,10 +211,12 @@ class CheckpointManager:
         mtbf_s: float | None = None,
         restart_s: float = 300.0,
         budget: float = 0.035,
+        save_policy: SavePolicy | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_every_seconds: float | None = None,
         best: tuple[str, str] | None = None,
+        keep_policy: KeepPolicy | None = None,
         async_: bool = True,
         max_pending_saves: int = 1,
         deltas: bool = False,
@@ -196,39 +228,49 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
-        def ready(chosen: SaveOptions) -> tuple[Policy, LoadOptions]:
+        with Meeting(process_group, f"managing the checkpoints in {name_of(root)}") as meeting:
+            chosen = meeting.choose(options, SaveOptions)
             directory = memory_directory(memory)
+            intervals: dict[str, Any] = {
+                "every": every,
+                "every_steps": every_steps,
+                "every_seconds": every_seconds,
+                "memory_every_steps": memory_every_steps,
+                "memory_every_seconds": memory_every_seconds,
+            }
+            if save_policy is not None:
+                _require_policy("save_policy", save_policy, "due", intervals)
+                intervals["every_seconds"] = math.inf
+                intervals["memory_every_seconds"] = math.inf if directory is not None else None
+            rules: dict[str, Any] = {
+                "keep_last": keep_last,
+                "keep_every": keep_every,
+                "keep_every_seconds": keep_every_seconds,
+                "best": tuple(best) if isinstance(best, list) else best,
+            }
+            if keep_policy is not None:
+                _require_policy("keep_policy", keep_policy, "keep", rules)
+            retention = keep_policy if isinstance(keep_policy, Retention) else Retention(**rules)
             policy = Policy(
                 locate(root),
                 IntervalPolicy(
-                    every=every,
-                    every_steps=every_steps,
-                    every_seconds=every_seconds,
+                    **intervals,
                     mtbf_s=mtbf_s,
                     restart_s=restart_s,
                     budget=budget,
                     memory_copies=memory_copies if directory is not None else None,
-                    memory_every_steps=memory_every_steps,
-                    memory_every_seconds=memory_every_seconds,
                 ),
-                Retention(
-                    keep_last=keep_last,
-                    keep_every=keep_every,
-                    keep_every_seconds=keep_every_seconds,
-                    best=tuple(best) if isinstance(best, list) else best,
-                ),
+                save_policy,
+                retention,
+                keep_policy if keep_policy is not retention else None,
                 async_,
                 replace(chosen, overwrite=True),
                 max_pending_saves,
                 directory,
                 deltas,
             )
-            return policy, LoadOptions(timeout_s=chosen.timeout_s, retries=chosen.retries)
-
-        what = f"managing the checkpoints in {name_of(root)}"
-        world, _, (policy, load_options) = meet(
-            process_group, what, partial(chosen_options, options, SaveOptions), ready
-        )
+            load_options = LoadOptions(timeout_s=chosen.timeout_s, retries=chosen.retries)
+        world = meeting.world
         self._world, self._policy = world, policy
         self._open_in: int | None = os.getpid()  # the process; None once it is closed
         self._defaults = {  # of loads; saves have separate options
@@ -250,10 +292,10 @@ class CheckpointManager:
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.max_pending_saves, policy.retention)
-        self._schedule = SaveSchedule(world, policy.interval, self._pending, self._tier)
+        self._schedule = SaveSchedule(world, policy.interval, policy.save_policy, self._pending, self._tier)
         self._cleaner: Cleaner | None = None
         if cleans:
-            self._cleaner = Cleaner(self._catalog, policy.retention, Checkpoint.urls_in_use)
+            self._cleaner = Cleaner(self._catalog, policy.keeps, Checkpoint.urls_in_use)
             self._cleaner.clean()
 
     def _open_tier(self, incarnation: str, run: str) -> MemoryTier | None:
@@ -280,11 +322,10 @@ class CheckpointManager:
         )
 
     def _list_stored(self) -> list[StoredCheckpoint]:
-        found = self._catalog.usable()
         return [
-            StoredCheckpoint(*one.point, one.summary.digest, one.summary.incarnation)
-            for one in found
-            if one.summary is not None
+            StoredCheckpoint(*entry.point, entry.summary.digest, entry.summary.incarnation)
+            for entry in self._catalog.usable()
+            if entry.summary is not None
         ]
 
     def _meet(self) -> tuple[bool, bool, str, str]:
@@ -297,26 +338,23 @@ class CheckpointManager:
         policy = self._policy
         world, name = self._world, RunName(self._catalog)
         what = f"managing the checkpoints in {self._catalog.root}"
-
-        def compare() -> dict[str, Any]:
+        with world.ending(), world.step(what) as comparing:
             shared = self._catalog.shared
-            seen = {"host": world.node, "shared": shared, "incarnation": new_token()}
+            view = {"host": world.node, "shared": shared, "incarnation": new_token()}
             looks = policy.memory is not None and (world.rank == 0 or not shared)
-            return {**seen, "same": policy.shared_values(), "run": name.read() if looks else ""}
-
-        with world.together():
-            views = world.agree(what, compare)
-        world.acknowledge()
-        require_same([each["same"] for each in views])
-        hosts = [each["host"] for each in views]
+            run = name.read() if looks else ""
+            comparing.answer({**view, "same": policy.shared_values(), "run": run})
+        views = comparing.answers
+        require_same([view["same"] for view in views])
+        hosts = [view["host"] for view in views]
         first = hosts.index(world.node) if policy.options.shared is False else 0
         lists, cleans = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
         incarnation = views[0]["incarnation"]
-        run = next((each["run"] for each in views if each["run"]), incarnation)
+        run = next((view["run"] for view in views if view["run"]), incarnation)
         if policy.memory is not None:
-            with world.together():
-                world.agree(what, lambda: name.write(run) if cleans else None)
-            world.acknowledge()
+            with world.ending(), world.step(what):
+                if cleans:
+                    name.write(run)
         return lists, cleans, incarnation, run
 
     # When
@@ -403,12 +441,9 @@ class CheckpointManager:
 
     def _raise_failed(self, number: int) -> None:
         """Raises the error of a failed save on all ranks."""
-        agree(
-            self._defaults["process_group"],
-            "saving in the background",
-            partial(self._pending.wait, number),
-            timeout_s=self._policy.options.timeout_s,
-        )
+        group, timeout_s = self._defaults["process_group"], self._policy.options.timeout_s
+        with separate_call(group, "saving in the background", timeout_s=timeout_s) as world, world.step():
+            self._pending.wait(number)
 
     def _find_base(self, step: int) -> Callable[[], Location | None] | None:
         """Returns what finds the base of a delta once it is written; None for complete checkpoints."""
@@ -477,10 +512,15 @@ class CheckpointManager:
         newest = max([*listing.complete, *points], default=None)
         return newest.step if newest is not None else None
 
-    def _look(self) -> Listing:
+    def _look(self, step: int | None = None, **arguments: Any) -> Listing:
+        """Lists the checkpoints on all ranks, before a restore with these arguments."""
         self._require_open()
-        # All saves end first, so that no rank lists checkpoints that another one is about to delete.
-        return self._history.look(self._finish_saves)
+        with self._history.call() as world:
+            with world.step():
+                require_valid(step, arguments)
+                # So that no rank lists checkpoints that another one is about to delete.
+                self._finish_saves()
+            return self._history.look(world)
 
     def prefetch(self, step: int | None = None, *, options: LoadOptions | None = None) -> None:
         """Begins to read the checkpoint that `restore` will restore, in the background.
@@ -506,7 +546,8 @@ class CheckpointManager:
             FastloadError: As for `fastload.prefetch`, except for damage, which `restore` deals with.
         """
         self._require_open()
-        self._restorer.prefetch(step, options, self._finish_saves)
+        self._restorer.end_prefetch()
+        self._restorer.prefetch(step, options, self._look(step, options=options))
 
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
@@ -530,8 +571,8 @@ class CheckpointManager:
                 restored by their step.
             FastloadError: As for `fastload.load`; if all are damaged, the error of the oldest.
         """
-        self._require_open()
-        return self._restorer.restore(step, {"into": into, **arguments}, self._finish_saves)
+        arguments["into"] = into
+        return self._restorer.restore(step, arguments, self._look(step, **arguments))
 
     @property
     def restored_step(self) -> int | None:
@@ -556,7 +597,7 @@ class CheckpointManager:
         self._require_open()
         self._finish()
         if self._tier is not None:
-            self._tier.settle()
+            self._tier.wait()
 
     def close(self) -> None:
         """Waits as `wait` does, and restores the previous signal handlers.

@@ -71,7 +71,8 @@ class PendingSaves:
     """
 
     def __init__(self, world: World, num_slots: int, retention: Retention) -> None:
-        self._level = logging.WARNING if world.rank == 0 else logging.DEBUG  # of the first wait
+        self._decides = world.rank == 0
+        self._level = logging.WARNING if self._decides else logging.DEBUG  # of the first wait
         self._num_slots = num_slots
         self._retention = retention
         self._decisions = Decisions(world, "pending", "waiting for rank 0's decision on pending saves")
@@ -107,7 +108,9 @@ class PendingSaves:
             self._await_last(request)
             return 0
         self._forget_ended()
-        failed, dropped = self._decisions.share(lambda: self._decide(request))
+        if self._decides:
+            self._decisions.post(self._decide(request))
+        failed, dropped = self._decisions.take()
         for save in self._saves:
             if save.queued.number in dropped:
                 save.queued.drop()

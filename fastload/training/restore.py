@@ -138,19 +138,17 @@ class CheckpointRestorer:
         stored = listing.stored(self._catalog.damaged)
         return [each for each in found if not each.manifest.overtaken_by(stored)]
 
-    def prefetch(self, step: int | None, options: LoadOptions | None, finish: Callable[[], object]) -> None:
+    def prefetch(self, step: int | None, options: LoadOptions | None, listing: Listing) -> None:
         """Begins to read the checkpoint that `restore` would load from storage, if there is one.
 
         Args:
             step: As for `restore`.
             options: How to load it; None for the defaults.
-            finish: As for `restore`.
+            listing: As for `restore`.
 
         Raises:
             FastloadError: As for `fastload.prefetch`, unless the checkpoint is damaged.
         """
-        self.end_prefetch()
-        listing = self._history.look(partial(_check, step, {"options": options}, finish))
         in_memory = self._tier.survey() if self._tier is not None else []
         candidates = self._candidates(step, listing, in_memory, ())
         if not candidates or candidates[-1].found is not None:
@@ -172,7 +170,7 @@ class CheckpointRestorer:
         if found is not None:
             found[1].close()
 
-    def restore(self, step: int | None, arguments: Mapping[str, Any], finish: Callable[[], object]) -> Any:
+    def restore(self, step: int | None, arguments: Mapping[str, Any], listing: Listing) -> Any:
         """Loads a checkpoint; see `CheckpointManager.restore`.
 
         Tries the newest on storage or in memory first, and the next one only after damage.
@@ -180,12 +178,11 @@ class CheckpointRestorer:
         Args:
             step: The step; None for the newest.
             arguments: Arguments of `fastload.load` but for the path.
-            finish: Called first; all ranks finish it before any of them lists.
+            listing: The checkpoints on storage.
 
         Raises:
             FastloadError: As for `CheckpointManager.restore`.
         """
-        listing = self._history.look(partial(_check, step, arguments, finish))
         in_memory, reason = [], ""
         if self._tier is not None:
             in_memory = self._tier.survey()
@@ -329,8 +326,8 @@ class CheckpointRestorer:
             _log.warning("%s", text)
 
 
-def _check(step: Any, arguments: Mapping[str, Any], finish: Callable[[], object]) -> None:
-    """Checks what this rank was given, and calls `finish`; where the ranks meet, so that all raise.
+def require_valid(step: Any, arguments: Mapping[str, Any]) -> None:
+    """Checks the arguments of a restore on this rank.
 
     Raises:
         OptionError: It is no step, or the options are of another class.
@@ -340,7 +337,6 @@ def _check(step: Any, arguments: Mapping[str, Any], finish: Callable[[], object]
         raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}, or None")
     inspect.signature(api.load).bind("", **arguments)
     chosen_options(arguments.get("options"), LoadOptions)
-    finish()
 
 
 def _report_source(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import OptionError
 
@@ -56,9 +56,27 @@ class SavedCheckpoint:
         return Point(self.branch, self.step)
 
 
+class KeepPolicy(Protocol):
+    """Which checkpoints of a run to keep.
+
+    Rank 0 asks in the background, once a new checkpoint is durable. An error is logged, and nothing deleted.
+    """
+
+    def keep(self, saved: Sequence[SavedCheckpoint]) -> Collection[int]:
+        """Returns the steps of the checkpoints to keep; the others are deleted.
+
+        The newest one stays in any case, and so do those that this process has open, and bases of deltas.
+
+        Args:
+            saved: The complete checkpoints, oldest first.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """Rules of retention. Without `keep_last` all checkpoints are kept; with it, those that any rule names.
+
+    A `KeepPolicy`.
 
     Attributes:
         keep_last: Keeps this number of the newest checkpoints.
@@ -106,24 +124,33 @@ class Retention:
         best = _best(known, *self.best)
         return next((each for each in reversed(known) if each.step in best), None)
 
-    def expendable(self, saved: Sequence[SavedCheckpoint], *, needed: Collection[int]) -> list[int]:
-        """Returns the steps to delete, oldest first; the same rules keep the others after that.
-
-        Args:
-            saved: All complete checkpoints.
-            needed: Steps that are kept in any case. The newest checkpoint is, too.
-        """
-        if self.keep_last is None or not saved:
-            return []
-        ordered = sorted(saved, key=lambda one: one.point)
-        kept = {one.step for one in ordered[-self.keep_last :]} | set(needed)
+    def keep(self, saved: Sequence[SavedCheckpoint]) -> set[int]:
+        """Returns the steps to keep; the same rules keep them after the others have gone."""
+        if self.keep_last is None:
+            return {checkpoint.step for checkpoint in saved}
+        kept = {checkpoint.step for checkpoint in saved[-self.keep_last :]}
         if self.keep_every is not None:
-            kept |= {one.step for one in ordered if one.step % self.keep_every == 0}
+            kept |= {checkpoint.step for checkpoint in saved if checkpoint.step % self.keep_every == 0}
         if self.keep_every_seconds is not None:
-            kept |= _spaced(ordered, self.keep_every_seconds)
+            kept |= _spaced(saved, self.keep_every_seconds)
         if self.best is not None:
-            kept |= _best(ordered, *self.best)
-        return [one.step for one in ordered if one.step not in kept]
+            kept |= _best(saved, *self.best)
+        return kept
+
+
+def expendable(policy: KeepPolicy, saved: Sequence[SavedCheckpoint], *, needed: Collection[int]) -> list[int]:
+    """Returns the steps to delete, oldest first.
+
+    Args:
+        policy: Names those to keep.
+        saved: All complete checkpoints.
+        needed: Steps that are kept in any case. The newest checkpoint is, too.
+    """
+    if not saved:
+        return []
+    ordered = sorted(saved, key=lambda checkpoint: checkpoint.point)
+    kept = {*policy.keep(ordered), *needed, ordered[-1].step}
+    return [checkpoint.step for checkpoint in ordered if checkpoint.step not in kept]
 
 
 def _spaced(ordered: Sequence[SavedCheckpoint], seconds: float) -> set[int]:

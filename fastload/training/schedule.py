@@ -12,14 +12,22 @@ learn of a signal later and later.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastload.comm.world import Decisions, World
+from fastload.errors import OptionError
 from fastload.training.catalog import is_step
-from fastload.training.interval import IntervalController, IntervalPolicy, SaveT
+from fastload.training.interval import (
+    MEMORY,
+    STORAGE,
+    IntervalController,
+    IntervalPolicy,
+    PolicyController,
+    SavePolicy,
+    SaveT,
+)
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
 
@@ -43,12 +51,14 @@ class ScheduleAnswer:
         stop: Whether a signal has asked the job to stop; it stays true.
         failed: Number of a failed save in the background; 0 if there is none.
         memory: Whether to save to memory.
+        problem: Why the policy of the caller cannot decide; empty if it can.
     """
 
     save: bool = False
     stop: bool = False
     failed: int = 0
     memory: bool = False
+    problem: str = ""
 
 
 class SaveSchedule:
@@ -56,7 +66,8 @@ class SaveSchedule:
 
     Args:
         world: The ranks.
-        policy: When to save.
+        intervals: When to save.
+        policy: The caller's policy, in place of the intervals; None without one.
         pending: This rank's saves.
         tier: The memory tier, or None.
     """
@@ -64,31 +75,46 @@ class SaveSchedule:
     def __init__(
         self,
         world: World,
-        policy: IntervalPolicy,
+        intervals: IntervalPolicy,
+        policy: SavePolicy | None,
         pending: PendingSaves,
         tier: MemoryTier | None,
     ) -> None:
         self._world = world
-        self._policy = policy
+        self._intervals = intervals
         self._tier = tier
-        self._intervals = IntervalController(policy, tier.num_hosts if tier is not None else 0)
+        self._asked: PolicyController | None = None
+        self._controller: IntervalController | PolicyController
+        if policy is not None:
+            self._controller = self._asked = PolicyController(policy, has_memory=tier is not None)
+        else:
+            self._controller = IntervalController(intervals, tier.num_hosts if tier is not None else 0)
         self._signals = StopSignals(self._on_signal)
-        self._decider = _Decider(world, self._intervals, self._signals, pending)
+        self._decider = _Decider(world, self._controller, self._signals, pending)
         self._windows = _Windows(world, self._decider)
         self._step: int | None = None
         self._answer = ScheduleAnswer()
 
     def ask(self, step: int) -> ScheduleAnswer:
-        """Returns the answer for a step; a repeated call for a step returns the same."""
-        self._intervals.step_done()
+        """Returns the answer for a step; a repeated call for a step returns the same.
+
+        Raises:
+            OptionError: The policy of the caller cannot decide; on all ranks.
+        """
+        self._controller.step_done()
         if step == self._step:
             return self._answer
+        if self._asked is not None and self._world.rank == 0:
+            self._asked.ask(step)
         decided = self._decider.decide() if self._world.size == 1 else self._windows.next_call()
         stop = self._answer.stop or decided.stop
-        in_memory = decided.memory or _is_due(step, self._policy.memory_every_steps)
+        if decided.problem:
+            self._answer = replace(self._answer, stop=stop)
+            raise OptionError(decided.problem)
+        in_memory = decided.memory or _is_due(step, self._intervals.memory_every_steps)
         self._step = step
         self._answer = ScheduleAnswer(
-            save=decided.save or _is_due(step, self._policy.every_steps),
+            save=decided.save or _is_due(step, self._intervals.every_steps),
             stop=stop,
             failed=decided.failed,
             memory=in_memory and not stop,
@@ -111,12 +137,12 @@ class SaveSchedule:
     def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
         """Calls `save`. The interval to the next save to storage begins with one to storage."""
         if not in_memory:
-            self._decider.save_begins()
-        return self._intervals.measure(save, in_memory=in_memory)
+            self._controller.save_begins()
+        return self._controller.measure(save, in_memory=in_memory)
 
     def pause(self, wait: Callable[[], T]) -> T:
         """Calls a function that waits, which is no time of a step."""
-        return self._intervals.pause(wait)
+        return self._controller.pause(wait)
 
     def close(self) -> None:
         """Restores the previous signal handlers."""
@@ -135,35 +161,35 @@ def _is_due(step: int, every_steps: int | None) -> bool:
 
 
 class _Decider:
-    """Makes rank 0's decisions: by its clock, and by the signals of all ranks."""
+    """Makes rank 0's decisions: by its clock or policy, and by the signals of all ranks."""
 
     def __init__(
-        self, world: World, intervals: IntervalController, signals: StopSignals, pending: PendingSaves
+        self,
+        world: World,
+        controller: IntervalController | PolicyController,
+        signals: StopSignals,
+        pending: PendingSaves,
     ) -> None:
         self._world = world
-        self._intervals = intervals
+        self._controller = controller
         self._signals = signals
         self._pending = pending
-        self._since = self._memory_since = time.monotonic()
         self._stopping = False  # decided, perhaps for a window that has not begun
-
-    def save_begins(self) -> None:
-        """Notes that a save to storage begins."""
-        self._since = time.monotonic()
 
     def decide(self) -> ScheduleAnswer:
         """Returns the decision for the next window."""
-        now = time.monotonic()
         stop = not self._stopping and self._is_signalled()
         self._stopping = self._stopping or stop
-        storage_s, memory_s = self._intervals.storage_s, self._intervals.memory_s
-        due = storage_s is not None and now >= self._since + storage_s
-        if stop or due:
-            self._since = now
-        in_memory = memory_s is not None and now >= self._memory_since + memory_s
-        if in_memory:
-            self._memory_since = now
-        return ScheduleAnswer(stop or due, stop, self._pending.failed, in_memory)
+        due, problem = self._controller.take_due()
+        if stop:
+            self._controller.save_begins()
+        return ScheduleAnswer(
+            save=stop or STORAGE in due,
+            stop=stop,
+            failed=self._pending.failed,
+            memory=MEMORY in due,
+            problem=problem,
+        )
 
     def _is_signalled(self) -> bool:
         return self._signals.received or self._world.rendezvous.watch(_STOP, alive=False)
@@ -190,10 +216,9 @@ class _Windows:
             self._leader.advance(call)
         if call < self._until:
             return ScheduleAnswer()
-        # Only rank 0 decides, so that the others may give any function.
-        taken = self._leader.take() if self._leader is not None else self._decisions.share(dict)
-        self._until = taken["until"]
-        return ScheduleAnswer(**taken["answer"])
+        window = self._decisions.take()
+        self._until = window["until"]
+        return ScheduleAnswer(**window["answer"])
 
     def close(self) -> None:
         """Ends the windows on this rank."""
@@ -210,11 +235,6 @@ class _Leader:
         self._window = 1
         self._next_call = 0
         self._last = (0, time.monotonic())
-        self._decided: deque[Any] = deque()
-
-    def take(self) -> Any:
-        """Returns the end of the next window, and its decision."""
-        return self._decided.popleft()
 
     def advance(self, call: int) -> None:
         """Decides for the next window, halfway through the current one."""
@@ -223,10 +243,7 @@ class _Leader:
         self._window = self._next_window(call)
         self._until += self._window
         self._next_call = self._until - self._window // 2
-        self._decided.append(self._decisions.share(self._decide))
-
-    def _decide(self) -> dict[str, Any]:
-        return {"until": self._until, "answer": asdict(self._decider.decide())}
+        self._decisions.post({"until": self._until, "answer": asdict(self._decider.decide())})
 
     def _next_window(self, call: int) -> int:
         if self._window == _MAX_WINDOW:

@@ -67,18 +67,21 @@ class Pace:
         least: Reads in flight at first, and at least, unless storage refuses.
         most: At most.
         far: Reads in flight as soon as storage turns out to be far away.
+        first_byte_s: Seconds to the first byte of an earlier request; 0 if there was none.
 
     Attributes:
+        most: As given, or `least` if that is more.
         width: Reads in flight now.
         times: How long reads have taken.
     """
 
-    def __init__(self, least: int, most: int, far: int = 1) -> None:
-        self.width = self._least = least
+    def __init__(self, least: int, most: int, far: int = 1, first_byte_s: float = 0.0) -> None:
+        self._least = least
         self.times = ReadTimes()
-        self._most = max(least, most)
-        self._ceiling = self._most  # what storage does not refuse
-        self._far = far
+        self.most = max(least, most)
+        self._ceiling = self.most  # what storage does not refuse
+        self._far = min(far, self.most)
+        self.width = max(least, self._far) if first_byte_s >= _FAR_S else least
         self._lock = threading.Lock()
         self._fewest = least
         self._fewest_s = 0.0  # what a read takes with so many
@@ -88,7 +91,7 @@ class Pace:
     @property
     def _was_refused(self) -> bool:
         """Whether storage has refused a request, and has not yet taken as many as before."""
-        return self._ceiling < self._most
+        return self._ceiling < self.most
 
     def note_first_byte(self, after_s: float) -> None:
         """Notes that the first byte of a read came so many seconds after it was asked for."""
@@ -138,7 +141,7 @@ class Pace:
         times = mean_s / self._fewest_s if self._fewest_s else 1.0
         if self._was_refused:
             if span.is_full:
-                self.width = self._ceiling = min(self._most, self._ceiling + 1)
+                self.width = self._ceiling = min(self.most, self._ceiling + 1)
         elif times > _SHRINKS_ABOVE:
             self.width = max(self._least, round(self.width * _SHRINKS_TO / times))
             if self._fewest > self._least and self.width < _GROWS_BELOW * self._fewest:

@@ -16,6 +16,7 @@ from fastload.base.threads import Workers, await_done
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
+from fastload.storage import PatientStorage
 from fastload.transfer.buffers import Arrival, Buffers, Plan, Writer
 from fastload.transfer.pace import Pace
 from fastload.transfer.plan import TransferPlan
@@ -183,7 +184,8 @@ class ReadAhead:
 
     Half as many again are begun as are read at once: some wait for an earlier one, others to be read. If none
     waits to be read, reading is ahead of the exchange, and no more are read at once. Without an exchange four
-    times as many are begun while they need no memory, since only a late read holds up the others.
+    times as many are begun as may ever be read at once, while they need no memory: some always wait to be
+    read when there may be more, and only a late read holds up the others.
 
     Args:
         rank: This rank.
@@ -214,7 +216,7 @@ class ReadAhead:
         width = self._reader.pace.width
         most = max(width + width // 2, plan.depth) * num_windows
         end = num_done + (min(most, plan.ahead) if plan.ahead else most)
-        last = end if plan.exchanges else max(end, num_done + 4 * width)
+        last = end if plan.exchanges else max(end, num_done + 4 * self._reader.pace.most)
         for index in plan.rounds_of(self._rank, self._next, last):
             if index >= end and not self._is_in_place:
                 break
@@ -276,20 +278,21 @@ _FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
 
-def pace_of(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> Pace:
+def pace_of(num_threads: int | None, plan: Plan, storage: PatientStorage, *, ranks_on_host: int) -> Pace:
     """Returns how many reads a rank has in flight.
 
     That is the option if it is set, or 1 if storage needs reads in order. Else it follows storage. It begins
     with what the plan needs with an exchange, and without one with this rank's share of the host's cores, at
-    least 2.
+    least 2; with more if storage was far away when the headers were read.
     """
-    if num_threads is not None or in_order:
+    if num_threads is not None or storage.in_order:
         return Pace(num_threads or 1, num_threads or 1)
     fair = max(2, min(2 * (os.cpu_count() or 1) // ranks_on_host, _MAX_READ_THREADS))
     least = plan.num_reads if plan.exchanges else min(plan.depth, fair)
     num_readers = len(plan.readers)
     most = max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // num_readers)))
-    return Pace(least, most, min(_FAR_READS, max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers)))
+    far = min(_FAR_READS, max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers))
+    return Pace(least, most, far, first_byte_s=storage.first_byte_s)
 
 
 class PlacedRounds:

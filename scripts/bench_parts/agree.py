@@ -213,7 +213,8 @@ def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[
             member, cache = Member(rank, size), caches[rank]
             world = join_in(corners[rank], member, call="agreeing", timeout_s=_TIMEOUT_S, cache=cache)
             for _ in range(num_steps):
-                world.agree("agreeing", lambda: {"plan": "0123456789abcdef", "host": f"host{rank // 8}"})
+                with world.step() as step:
+                    step.answer({"plan": "0123456789abcdef", "host": f"host{rank // 8}"})
             world.acknowledge()
             begun.wait()
             if rank == 0:

@@ -13,8 +13,8 @@ from typing import Any
 import click
 import torch.distributed as dist
 
+from fastload.base.units import parse_duration_s
 from fastload.errors import OptionError
-from fastload.estimate.units import parse_duration_s
 from fastload.options import parse_bytes
 
 MIB, GIB = 2**20, 2**30

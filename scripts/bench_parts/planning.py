@@ -17,13 +17,14 @@ import xxhash
 from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
 from fastload.comm.rendezvous import GroupState, StoreRendezvous, StoreStep
-from fastload.comm.responses import write_response
+from fastload.comm.responses import Each, write_response
+from fastload.comm.steps import GatheringStep, Step
 from fastload.comm.store import Member
 from fastload.comm.world import World
 from fastload.errors import OptionError
-from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Runs
+from fastload.planning.parallel import Cut, Model, Parallel, requests_of
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView, plan_routes
@@ -182,10 +183,12 @@ def _plan_once(model: Model, packed: Sequence[bytes]) -> dict[str, float]:
     world = world_of(store, 0, len(packed))
     before = forget_peak()
     times = [time.perf_counter()]
-    heard = world.gather_bytes(_TELLING, lambda: packed[0])
+    with GatheringStep(world, _TELLING, place="") as telling:
+        telling.answer(packed[0])
     times.append(time.perf_counter())
-    plan = _plan(model, heard, times)
-    world.agree(_PLANNING, plan.digest)
+    plan = _plan(model, telling.answers, times)
+    with Step(world, _PLANNING, place="") as planning:
+        planning.answer(plan.digest())
     times.append(time.perf_counter())
     steps = zip(("hear", "unpack", "sharing", "plan", "routes", "agree"), pairwise(times), strict=True)
     seconds = {name: end - begin for name, (begin, end) in steps}
@@ -213,7 +216,7 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
         world_of(store, rank, len(packed)).show_bytes(_TELLING, "gathered/0", packed[rank])
         digest = xxhash.xxh3_128_hexdigest(packed[rank])
         for step, value in enumerate(({"value": digest, "call": ""}, {"value": 0}, {"value": "0" * 32})):
-            answer = {"host": f"host{rank // 8}", "error": None, **value}
+            answer = {"node": Each([f"host{rank // 8}/"]), "error": None, "place": "", **value}
             StoreStep(store, str(step), len(packed)).respond(write_response(rank, answer))
 
 

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from bench_parts.lab_tables import cells
 from bench_parts.tables import AS_IT_WAS, print_table
-from fastload.estimate.cluster import Cluster, Requests
-from fastload.estimate.simulate import ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 from fastload.options import SETTINGS
+from fastload.planning.cluster import Cluster, Requests
+from fastload.planning.simulate import ReplicatedLoad
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions, api
 from fastload.comm.tree import TreeRendezvous
+from fastload.memory_tier import tier
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, outcome_of
 from tests.dist.harness import run_ranks
 
@@ -26,6 +27,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "load": lambda path: fastload.load(path / "a", options=LOADING),
     "save": lambda path: fastload.save({"x": torch.ones(3)}, path / "b", options=SAVING),
     "manager": lambda path: CheckpointManager(path / "run", options=SAVING).close(),
+    "tier": lambda path: CheckpointManager(
+        path / "run", memory=path, memory_every_steps=1, options=SAVING
+    ).close(),
 }
 
 
@@ -55,6 +59,7 @@ CASES = [
     Case(1, "manager", late=2),
     Case(2, "load", owner=api, name="locate"),
     Case(1, "load", owner=TreeRendezvous, name="begin"),
+    Case(1, "tier", owner=tier, name="JobFolder"),
 ]
 
 

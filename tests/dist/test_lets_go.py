@@ -21,8 +21,8 @@ from torch import nn
 import fastload
 from fastload.comm import shared_memory
 from fastload.errors import FastloadError, StorageError
+from fastload.ext.staging.write_files import FileWriter
 from fastload.loading import targets
-from fastload.staging.write_files import FileWriter
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
 from fastload.transfer import transport

@@ -22,6 +22,7 @@ import fastload
 from fastload import CheckpointManager, SaveOptions
 from fastload.comm.rendezvous import StoreRendezvous
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
+from fastload.policies import Measured
 from fastload.storage.local_target import LocalTarget
 from fastload.training import schedule
 from tests.checkpoints import flip
@@ -72,6 +73,51 @@ def test_every_seconds_is_the_same_step_on_all_ranks(rank: int, world: int, tmp_
                 break
     assert time.monotonic() - began > 0.6
     return answers
+
+
+class AtSteps:
+    """A policy that a rank asks about each step; it fails from one step on."""
+
+    def __init__(self, *steps: int, until: int = 1000) -> None:
+        self.steps, self.until = steps, until
+        self.asked: list[int] = []
+
+    def due(self, step: int, now_s: float, measured: Measured) -> list[str]:
+        self.asked.append(step)
+        if step >= self.until:
+            raise ValueError("no idea")
+        return ["storage"] if step in self.steps else []
+
+
+@ranks(3, same=True)
+def test_rank_0_asks_a_policy_of_the_caller_for_all(rank: int, world: int, tmp_path: Path) -> list[int]:
+    policy = AtSteps(2, 100)
+    with manage(tmp_path, save_policy=policy) as manager:
+        first, second = [step for step in range(1, 200) if manager.should_save(step)]
+    assert 2 <= first < 100 <= second
+    assert policy.asked == (list(range(1, 200)) if rank == 0 else [])
+    return [first, second]
+
+
+@ranks(2, same=True)
+def test_a_policy_of_the_caller_that_fails_raises_on_all_ranks(
+    rank: int, world: int, tmp_path: Path
+) -> list[int]:
+    steps = iter(range(200))
+    with (
+        manage(tmp_path, save_policy=AtSteps(until=50)) as manager,
+        pytest.raises(OptionError, match=r"save_policy= cannot decide about step \d+: ValueError: no idea"),
+    ):
+        any(map(manager.should_save, steps))
+    step = next(steps) - 1
+    assert step >= 50
+    return [step]
+
+
+@ranks(2)
+def test_policies_of_different_classes_are_refused(rank: int, world: int, tmp_path: Path) -> None:
+    with pytest.raises(PlanMismatch, match="save_policy"):
+        manage(tmp_path, save_policy=AtSteps() if rank else type("Other", (AtSteps,), {})())
 
 
 @pytest.mark.slow(but=["15"])

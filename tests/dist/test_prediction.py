@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import tensor
 
 import fastload
-from fastload.estimate.cluster import Cluster
-from fastload.estimate.parallel import Parallel, model_of_tensors
-from fastload.estimate.sharded import ShardedLoad
-from fastload.estimate.simulate import ReplicatedLoad
+from fastload.planning.cluster import Cluster
+from fastload.planning.parallel import Parallel, model_of_tensors
+from fastload.planning.sharded import ShardedLoad
+from fastload.planning.simulate import ReplicatedLoad
 from scripts.bench_parts.throttled_storage import Link, ThrottledFiles
 from tests.checkpoints import write_file
 from tests.dist.harness import ranks

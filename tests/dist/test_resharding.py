@@ -22,7 +22,7 @@ from fastload.loading import prepare
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 
-RANKS_IMPORT = ("torch.distributed.tensor", "fastload.resharding")
+RANKS_IMPORT = ("torch.distributed.tensor", "fastload.ext.redistribute")
 Layouts = dict[str, tuple[tuple[int, ...], list[Any]]]
 
 _SHAPES = {"wide": (24, 10), "long": (60_001, 3), "odd": (7, 5, 3), "tiny": (1,), "empty": (0, 4)}

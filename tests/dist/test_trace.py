@@ -109,6 +109,19 @@ def test_a_load_that_fails_leaves_a_trace(rank: int, world: int, path: Path, tmp
         assert all(own["load"] for own in spans.values())
 
 
+def interrupt(*_: int) -> None:
+    raise KeyboardInterrupt
+
+
+@ranks(2)
+def test_a_traced_load_that_is_interrupted_says_so(rank: int, world: int, path: Path, tmp_path: Path) -> None:
+    progress = interrupt if rank == 0 else None
+    options = fastload.LoadOptions(trace=tmp_path / "trace.json", progress=progress, timeout_s=30)
+    expected = KeyboardInterrupt if rank == 0 else fastload.PeerError
+    with pytest.raises(expected, match="KeyboardInterrupt" if rank else None):
+        fastload.load(path, options=options)
+
+
 @ranks(2)
 def test_a_trace_that_cannot_be_written_does_not_fail_the_load(
     rank: int, world: int, path: Path, tmp_path: Path

@@ -18,14 +18,14 @@ import torch.distributed as dist
 import fastload
 from fastload import Watch
 from fastload.errors import DeadlineExceeded, OptionError, PeerError, PlanMismatch, UnsupportedVersion
-from fastload.training import watch as watching
+from fastload.ext import watch as watching
 from tests.checkpoints import assert_same_bits, flip, rot, seal
 from tests.dist import faults
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
 from tests.e2e.forked import Forked
 
-RANKS_IMPORT = ("fastload.training.watch", "fastload.training.manager")
+RANKS_IMPORT = ("fastload.ext.watch", "fastload.training.manager")
 _ROOT = Path(__file__).resolve().parents[2]
 _SHAPE = (300, 70)
 

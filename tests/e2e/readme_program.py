@@ -287,6 +287,15 @@ class Readme:
         assert done == [1, 2, 3, 4, 5]
         assert names["state"]["step"] == 5
 
+    def follows_policies(self, names: Names, run: Callable[[], None]) -> None:
+        torch.manual_seed(0)
+        names |= {"model": torch.nn.Linear(4, 4), "num_steps": 500}
+        run()
+        dist.barrier()
+        saved = [int(path.name.removeprefix("step_")) for path in (self.folder / "dense").glob("step_*")]
+        assert min(saved) >= 100
+        assert sum(step.bit_count() > 1 for step in saved) <= 3 <= len(saved)
+
     def keeps_what_differs(self, names: Names, run: Callable[[], None]) -> None:
         sys.path.append(str(Path(sys.prefix) / "titan"))
         if importlib.util.find_spec("torchdata") is None:
@@ -343,6 +352,7 @@ CASES: dict[str, str] = {
     "Sharded states 1": "saves_shards",
     "Tensors that come one by one 1": "exports",
     "Training: stop and resume 1": "trains_briefly",
+    "Policies of your own 1": "follows_policies",
     "What differs between ranks 1": "keeps_what_differs",
     "When something fails 1": "says_what_does_not_fit",
     "Options 1": "loads_with_options",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fastload
-from fastload import world
+from fastload import policies, world
 from tests.e2e.forked import run_forked
 from tests.pages import ROOT, page
 
@@ -30,9 +30,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     shown = {path for path in written if f'href="{path.with_suffix(".html")}"' in start}
     assert {*written} - shown <= {Path("index.md")}  # all of them are in the navigation
     reference = (tmp_path / "api.html").read_text()
-    modules = {"estimate", "world"}
+    modules = {"estimate", "policies", "world"}
     assert [name for name in fastload.__all__ if f'id="fastload.{name}"' not in reference] == sorted(modules)
-    assert [name for name in world.__all__ if f'id="fastload.world.{name}"' not in reference] == []
+    for module in (policies, world):
+        named = [f"{module.__name__}.{name}" for name in module.__all__]
+        assert [name for name in named if f'id="{name}"' not in reference] == []
     listed = set(re.findall(r'id="fastload\.SaveHandle\.(\w+)"', reference))
     assert listed == {"done", "failed", "report", "wait", "wait_snapshot"}
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload.comm.group import join
-from fastload.doctor.examine import measure_rates
+from fastload.planning.doctor.examine import measure_rates
 from tests.dist.harness import ranks
 from tests.e2e.forked import run_forked
 

@@ -240,7 +240,7 @@ def _live(life: Life, note: Any) -> None:
                 tier = manager._tier
                 assert tier is not None
                 assert tier.last is not None
-                tier.settle()
+                tier.wait()
                 if tier.last.error:
                     note("failed", tier.last.error[:200])
                     assert life.end == "killed", tier.last.error

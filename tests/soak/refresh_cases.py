@@ -25,7 +25,7 @@ from tests.soak.refresh_trainer import content, step_path
 
 __all__ = ["KILLED_AT", "WORLD", "serve"]
 
-RANKS_IMPORT = ("fastload.training.watch", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.ext.watch", "torch.distributed.tensor")
 
 _ROOT = Path(__file__).resolve().parents[2]
 WORLD = 4

@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastload.ext.staging.inventory import Inventory, as_ranges, held_by_all, take_inventory
+from fastload.ext.staging.stock import journal_entry, parse_journal
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.staging.inventory import Inventory, as_ranges, held_by_all, take_inventory
-from fastload.staging.stock import journal_entry, parse_journal
 
 HEADER_BYTES = 77
 

@@ -11,7 +11,7 @@ import torch
 from fastload import PerRank
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
-from fastload.saving.compare import StateContent, _evenly_chosen, _found, small_tensors
+from fastload.saving.compare import StateContent, _differing_places, _evenly_chosen, small_tensors
 from fastload.saving.layout import TensorSpec, lay_out
 
 
@@ -90,7 +90,7 @@ def test_places_are_named(one: Any, other: Any, lines: list[str]) -> None:
     assert (first.digests() != own.digests()) == bool(lines)
     packed = StateContent.from_bytes(first.to_bytes())
     assert packed.digests() == first.digests()
-    num, found = _found(packed, own)
+    num, found = _differing_places(packed, own)
     shown = [f"{place}: {there} | {here}" for place, there, here in found]
     if "digest" in "".join(lines):
         shown = [line.split(" with digest")[0] for line in shown]
@@ -102,7 +102,7 @@ def test_many_places_are_counted() -> None:
     """Of a list a few are shown, so that all else is."""
     one = {"a": list(range(500)), "b": 1, "c": {str(n): n for n in range(30)}}
     other = {"a": list(range(1, 501)), "b": 2, "c": {str(n): -1 for n in range(30)}}
-    num, found = _found(content_of(one), content_of(other))
+    num, found = _differing_places(content_of(one), content_of(other))
     assert (num, len(found)) == (531, 20)
     places = [place for place, _, _ in found]
     assert places[:5] == ["state['a'][0]", "state['a'][1]", "state['a'][2]", "state['b']", "state['c']['0']"]

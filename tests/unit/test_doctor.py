@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from fastload.doctor.examine import HostRate, Opening, Site
-from fastload.doctor.facts import Facts, NameLookup, PathFacts
-from fastload.doctor.findings import Finding, findings
-from fastload.doctor.latency import Answers, measure_answers
 from fastload.formats.manifest import FileEntry
+from fastload.planning.doctor.examine import HostRate, Opening, Site
+from fastload.planning.doctor.facts import Facts, NameLookup, PathFacts
+from fastload.planning.doctor.findings import Finding, findings
+from fastload.planning.doctor.latency import Answers, measure_answers
 from fastload.storage import Storage
 
 GIB = 1 << 30
@@ -226,7 +226,7 @@ def test_requests_of_one_connection_are_measured(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, rate: float, longest: int
 ) -> None:
     storage = SlowStorage(0.04, rate)
-    monkeypatch.setattr("fastload.doctor.latency.time.perf_counter", lambda: storage.now_s)
+    monkeypatch.setattr("fastload.planning.doctor.latency.time.perf_counter", lambda: storage.now_s)
     found = measure_answers(cast(Storage, storage), FileEntry("model", nbytes, "v1", ""))
     assert found.latency_s == pytest.approx(0.04)
     assert found.connection_bytes_per_s == pytest.approx(rate if nbytes == GIB else 0.0, rel=1e-3)

@@ -67,11 +67,11 @@ def make(
     cache: ConnectionCache | None = None,
 ) -> list[int]:
     world = join_in(store, Member(rank, size), call=call, timeout_s=timeout_s, cache=cache)
-    with world.together():
-        for step in range(num_steps):
-            ranks = world.agree(f"{call}, step {step}", lambda: rank)
-    world.acknowledge()
-    return ranks
+    with world.ending():
+        for number in range(num_steps):
+            with world.step(f"{call}, step {number}") as step:
+                step.answer(rank)
+    return step.answers
 
 
 def leave(store: Any, rank: int, size: int, call: str, cache: ConnectionCache | None) -> str:
@@ -239,12 +239,14 @@ def wander(
         def call(own: tuple[int, int] = own) -> Any:
             name, timeout_s = draw.choice("AAB"), draw.choice([0.05, 0.1, 0.3])
             world = join_in(store, Member(rank, size), call=name, timeout_s=timeout_s, cache=cache)
-            with world.together():
-                first = world.agree("first", lambda: own)
+            with world.ending():
+                with world.step("first") as first:
+                    first.answer(own)
                 time.sleep(draw.choice([0, 0, 0, 0.15]))
-                assert world.agree("second", lambda: own) == first
-            world.acknowledge()
-            return first
+                with world.step("second") as second:
+                    second.answer(own)
+                assert second.answers == first.answers
+            return first.answers
 
         calls.append((own, end_of(call)))
     return calls
@@ -275,20 +277,24 @@ def test_calls_of_other_threads_survive_one_that_only_some_ranks_make(in_tree: b
     everyone, barrier = list(range(size)), threading.Barrier(size)
     caches = [ConnectionCache() if in_tree else None for _ in everyone]
 
+    def save(world: World) -> list[int]:
+        with world.step() as step:
+            step.answer(world.rank)
+        return step.answers
+
     def follow(rank: int) -> tuple[Any, ...]:
         call = partial(make, store, rank, size, cache=caches[rank])
         first = call("first", LONG_S)
         saving = join_in(store, Member(rank, size), call="saving", timeout_s=LONG_S, cache=caches[rank])
         with ThreadPoolExecutor(1) as pool:
-            save = partial(saving.agree, "saving", lambda: rank)
-            saved = pool.submit(save) if waits and rank else None
+            saved = pool.submit(save, saving) if waits and rank else None
             if rank == 0:
                 with pytest.raises(PeerError) as raised:
                     call("alone", SHORT_S)
                 assert set(raised.value.failures) == {1, 2}
             barrier.wait(60)
             loaded = call("loading", LONG_S)
-            ranks = (saved or pool.submit(save)).result()
+            ranks = (saved or pool.submit(save, saving)).result()
         saving.acknowledge()
         return first, loaded, ranks, call("last", LONG_S)
 
@@ -335,8 +341,8 @@ def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
         "1/0/responses", write_response(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
     )
     store.add("1/0/count", (1 << 40) + 1)
-    with pytest.raises(PeerError) as raised:
-        other.agree("A", lambda: 1)
+    with pytest.raises(PeerError) as raised, other.step():
+        pass
     assert set(raised.value.failures) == {2}
     assert isinstance(raised.value.failures[2], DeadlineExceeded)
     assert not isinstance(raised.value.failures[2], Interrupted)
@@ -386,7 +392,8 @@ def test_bytes_to_share_go_with_a_call_that_fails(failing: str, in_tree: bool) -
         timeout_s = SHORT_S if failing == "does not come" else LONG_S
         world = join_in(store, Member(rank, size), call="A", timeout_s=timeout_s, cache=caches[rank])
         with world.together():
-            world.agree("meeting", lambda: None)
+            with world.step("meeting"):
+                pass
             if rank != 2 or failing == "fails":
                 with world.step("sharing") as step:
                     if rank == 1:
@@ -410,7 +417,9 @@ def test_the_last_rank_to_close_deletes_the_decisions() -> None:
         world = join_in(store, Member(rank, size, store_stays=True), call="A", timeout_s=LONG_S)
         decisions = [Decisions(world, name, "deciding") for name in ("one", "other")]
         for number in range(num_decisions):
-            assert decisions[0].share(lambda number=number: number) == number
+            if rank == 0:
+                decisions[0].post(number)
+            assert decisions[0].take() == number
         num_keys = store.num_keys()
         for each in decisions:
             each.close()
@@ -426,8 +435,9 @@ def test_decisions_that_not_all_have_read_stay() -> None:
     members = [Member(rank, 2, store_stays=True) for rank in range(2)]
     worlds = [join_in(store, member, call="A", timeout_s=LONG_S) for member in members]
     first, second = (Decisions(world, "one", "deciding") for world in worlds)
-    assert first.share(lambda: "a") == "a"
+    first.post("a")
+    assert first.take() == "a"
     first.close()
-    assert second.share(lambda: None) == "a"
+    assert second.take() == "a"
     second.close()
     assert store.num_keys() <= 1

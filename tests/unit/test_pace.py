@@ -66,6 +66,12 @@ def test_storage_that_is_far_away_gets_as_many_as_are_allowed(first_byte: bool) 
     assert pace.times.num_reads == 512
 
 
+def test_storage_whose_headers_came_late_gets_many_reads_at_once() -> None:
+    assert Pace(4, 64, 16, first_byte_s=0.04).width == 16
+    assert Pace(4, 8, 16, first_byte_s=0.04).width == 8
+    assert Pace(4, 64, 16, first_byte_s=0.001).width == 4
+
+
 @pytest.mark.parametrize("least", [2, 4])
 def test_a_link_that_is_full_gets_no_more(least: int) -> None:
     pace = Pace(least, 64, 16)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.cadence import Tier, loss_probability, recommend_tiers, young_s
 from fastload.training import interval
+from fastload.training.cadence import Tier, loss_probability, recommend_tiers, young_s
 from fastload.training.interval import IntervalController, IntervalPolicy
 
 

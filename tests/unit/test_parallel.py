@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fastload.errors import OptionError
-from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors, requests_of
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Runs
+from fastload.planning.parallel import Parallel, model_of_size, model_of_tensors, requests_of
 from fastload.transfer.demand import RankRequests
 
 NAMES = [

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.parameters import KNOWN, of_config, of_shape
+from fastload.planning.parameters import KNOWN, of_config, of_shape
 
 LLAMA_8B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,

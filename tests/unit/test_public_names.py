@@ -20,7 +20,7 @@ import json, sys, torch, torch.distributed
 before = set(sys.modules)
 import fastload
 imported = sorted(set(sys.modules) - before)
-early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.estimate.{name}" in sys.modules]
+early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.planning.{name}" in sys.modules]
 missing = [name for name in (*sys.argv[1:], *fastload.__all__) if not hasattr(fastload, name)]
 names = [early, missing, "estimate" in dir(fastload), fastload.estimate.sizing.__name__]
 print(json.dumps([imported, names]))
@@ -32,7 +32,8 @@ def fresh() -> Any:
     """What a new process imports with fastload, and which names it has then."""
     text = "\n".join(map(page, PAGES))
     text = re.sub(r"--arms \S+", "", text)  # a benchmark's own names of what it compares
-    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - {"json"}  # the record, a file
+    others = {"json", "commands"}  # a file, and a group of entry points
+    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - others
     assert {"estimate", "load", "CheckpointManager"} <= names
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60
@@ -43,10 +44,10 @@ def fresh() -> Any:
 
 def test_what_the_pages_name_is_there_and_costs_nothing_before_it_is_used(fresh: Any) -> None:
     _, names = fresh
-    assert names == [[], [], True, "fastload.estimate.sizing"]
+    assert names == [[], [], True, "fastload.planning.sizing"]
 
 
-NOT_FOR_A_LOAD = set("cli estimate integrations saving staging training".split())
+NOT_FOR_A_LOAD = set("cli estimate ext integrations planning saving training".split())
 OF_SOME_STORAGES = set(
     "bucket local_copy local_target object_target objects pending remote s3_target".split()
 )

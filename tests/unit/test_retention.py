@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.training.retention import Point, Retention, SavedCheckpoint, branch_for
+from fastload.training.retention import Point, Retention, SavedCheckpoint, branch_for, expendable
 
 rules = st.builds(
     Retention,
@@ -34,7 +34,7 @@ def history(run: list[tuple[int, float, float | None]]) -> list[SavedCheckpoint]
 
 
 def steps_after(retention: Retention, saved: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    gone = retention.expendable(saved, needed=())
+    gone = expendable(retention, saved, needed=())
     return [one for one in saved if one.step not in gone]
 
 
@@ -94,9 +94,9 @@ def test_order_does_not_matter_and_what_is_needed_stays(
     retention: Retention, run: Any, needed: int, random: Any
 ) -> None:
     saved = history(run)
-    gone = retention.expendable(saved, needed=(needed,))
+    gone = expendable(retention, saved, needed=(needed,))
     shuffled = random.sample(saved, len(saved))
-    assert retention.expendable(shuffled, needed=(needed,)) == gone == sorted(gone)
+    assert expendable(retention, shuffled, needed=(needed,)) == gone == sorted(gone)
     assert needed not in gone
     assert not saved or saved[-1].step not in gone
 
@@ -111,7 +111,7 @@ def test_the_order_is_that_of_the_saves_whatever_the_steps(steps: list[int], kee
         assert newest is None or saved[step].point >= newest
     order = [step for number, step in enumerate(steps) if step not in steps[number + 1 :]]
     assert sorted(saved, key=lambda step: saved[step].point) == order
-    gone = Retention(keep_last=keep_last).expendable(list(saved.values()), needed=())
+    gone = expendable(Retention(keep_last=keep_last), list(saved.values()), needed=())
     assert gone == order[:-keep_last]
 
 
@@ -139,11 +139,11 @@ def test_the_best_of_equals_is_the_latest() -> None:
         for step, loss in enumerate([2.0, 1.0, math.nan, 1.0, 3.0, 4.0])
     ]
     rule = Retention(keep_last=1, best=("loss", "min"))
-    assert rule.expendable(saved, needed=()) == [0, 1, 2, 4]
-    assert Retention(keep_last=1, best=("loss", "max")).expendable(saved, needed=()) == [0, 1, 2, 3, 4]
+    assert expendable(rule, saved, needed=()) == [0, 1, 2, 4]
+    assert expendable(Retention(keep_last=1, best=("loss", "max")), saved, needed=()) == [0, 1, 2, 3, 4]
     later = SavedCheckpoint(1, 9.0, {"loss": 1.0}, branch=1)
     again = [saved[0], saved[3], later, SavedCheckpoint(2, 10.0, branch=1)]
-    assert rule.expendable(again, needed=()) == [0, 3], "1 was saved after 3"
+    assert expendable(rule, again, needed=()) == [0, 3], "1 was saved after 3"
 
 
 @pytest.mark.parametrize(

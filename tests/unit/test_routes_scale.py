@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
+from fastload.planning.parallel import Cut, Model, Parallel, requests_of
 from fastload.transfer.demand import RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedView, plan_routes
 

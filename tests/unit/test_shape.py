@@ -14,9 +14,9 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
-    "cli/convert.py",
+    "ext/convert.py",
     "cli/load.py",
-    "doctor/facts.py",
+    "planning/doctor/facts.py",
     "integrations/dcp/common.py",
     "integrations/dcp/reader.py",
     "integrations/dcp/writer.py",
@@ -30,7 +30,7 @@ DISTRIBUTED = {
     "transfer/links.py",
 }
 ENVIRONMENT = {
-    "doctor/facts.py",
+    "planning/doctor/facts.py",
     "options.py",
     "comm/hosts.py",
     "comm/group.py",
@@ -41,7 +41,7 @@ ENVIRONMENT = {
 FILES = {
     "base/version.py",  # other distributions next to this one
     "base/memory.py",  # what the kernel says of memory
-    "doctor/facts.py",  # what it says of limits, networks and paths
+    "planning/doctor/facts.py",  # what it says of limits, networks and paths
     "integrations/accelerate.py",  # where others save
     "integrations/directory_save.py",
     "integrations/engines.py",  # what is a path, and not a name
@@ -72,29 +72,29 @@ PURE = {
     "geometry/ranges.py",
     "geometry/shards.py",
     "transfer/plan.py",
-    "doctor/findings.py",
-    "estimate/cadence.py",
+    "planning/doctor/findings.py",
+    "training/cadence.py",
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",
     "formats/safetensors/header.py",
-    "staging/inventory.py",
+    "ext/staging/inventory.py",
     "transfer/demand.py",
     "transfer/messages.py",
     "transfer/routed_plan.py",
-    "estimate/cluster.py",
-    "estimate/simulate.py",
-    "estimate/parameters.py",
+    "planning/cluster.py",
+    "planning/simulate.py",
+    "planning/parameters.py",
     "training/retention.py",
     "saving/layout.py",
     "saving/merge.py",
     "saving/messages.py",
     "saving/shard_map.py",
     "saving/split.py",
-    "estimate/sizing.py",
+    "planning/sizing.py",
     "memory_tier/groups.py",
     "memory_tier/manifest.py",
-    "estimate/units.py",
+    "base/units.py",
 }
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.cluster import Cluster, Requests
-from fastload.estimate.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
+from fastload.planning.cluster import Cluster, Requests
+from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
 
 MB, GB = 10**6, 10**9
 FREE: dict[str, Any] = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 0.0}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fastload.estimate.cluster import Cluster, Requests
-from fastload.estimate.parallel import Parallel, model_of_size
-from fastload.estimate.sharded import ShardedLoad, columns_of
-from fastload.estimate.simulate import STRATEGIES, Prediction
+from fastload.planning.cluster import Cluster, Requests
+from fastload.planning.parallel import Parallel, model_of_size
+from fastload.planning.sharded import ShardedLoad, columns_of
+from fastload.planning.simulate import STRATEGIES, Prediction
 from fastload.transfer.messages import Routing, sharing_domains
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.parameters import of_config, of_shape
-from fastload.estimate.sizing import (
+from fastload.planning.parameters import of_config, of_shape
+from fastload.planning.sizing import (
     RECIPES,
     Topology,
     Transfer,

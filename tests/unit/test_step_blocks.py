@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fastload"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 STEPS = {"step", "gathering_step"}  # methods of a world
-CLASSES = {"Step", "GatheringStep"}
-COMPOSITE: set[tuple[str, str]] = (
-    set()
-)  # module and function of context managers with a step around a `yield`
+BLOCKS = {"Step", "GatheringStep", "Meeting", "step_of_all"}
+COMPOSITE = {  # module and function of context managers with a step around a `yield`
+    ("integrations/frameworks.py", "step_of_all"),
+}
 
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _LOOPS = ast.For | ast.AsyncFor | ast.While
@@ -28,7 +28,7 @@ def _is_step(node: ast.AST) -> bool:
     calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
     return any(
         (isinstance(call.func, ast.Attribute) and call.func.attr in STEPS)
-        or (isinstance(call.func, ast.Name) and call.func.id in CLASSES)
+        or (isinstance(call.func, ast.Name) and call.func.id in BLOCKS)
         for call in calls
     )
 
@@ -79,6 +79,8 @@ def test_no_block_of_a_step_is_left_before_its_end(module: str) -> None:
         "with world.step('b'):\n   pass",
         "with c, world.gathering_step('b') as other:\n   pass",
         "with Step(world, 'b', ''):\n   pass",
+        "with Meeting(None, 'b') as meeting:\n   pass",
+        "with step_of_all('b'):\n   pass",
     ],
 )
 def test_a_breach_is_found(body: str) -> None:

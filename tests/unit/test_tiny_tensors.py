@@ -17,6 +17,7 @@ import torch
 
 import fastload
 from fastload.base.memory import uncollected
+from fastload.base.threads import Task
 from fastload.storage.local import LocalStorage
 
 _FEW, _MANY = 1000, 3000
@@ -40,7 +41,11 @@ def counting_calls() -> Iterator[Counter[str]]:
     """Counts the calls of fastload's functions and those that they make in C, by the function.
 
     In this thread and in those it starts. What else happens in the process, at any time, is not counted.
+    Threads that wait for work are held meanwhile, since theirs could not be counted.
     """
+    go_on = threading.Event()
+    for _ in range(threading.active_count()):
+        Task(go_on.wait, "held").start()
     counts: Counter[str] = Counter()
     package = str(Path(fastload.__file__).parent)
 
@@ -55,6 +60,7 @@ def counting_calls() -> Iterator[Counter[str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+        go_on.set()
 
 
 @pytest.fixture
@@ -99,14 +105,13 @@ def test_reads_and_garbage_collections_do_not_grow_with_their_number(
 
 
 @pytest.mark.slow(but=[".safetensors"])
-@pytest.mark.parametrize(("ending", "allowed"), [(".safetensors", 75), ("", 130)])
+@pytest.mark.parametrize(("ending", "allowed"), [(".safetensors", 90), ("", 155)])
 def test_a_tensor_more_is_a_few_calls_more(folder: Path, ending: str, allowed: int) -> None:
-    found = []
-    for count in (_FEW, _MANY):
-        with counting_calls() as counts:
-            fastload.load(folder / f"{count}{ending}")
-        found.append(counts)
-    more = found[1] - found[0]
+    with counting_calls() as counts:
+        fastload.load(folder / f"{_FEW}{ending}")
+        of_few = counts.copy()
+        fastload.load(folder / f"{_MANY}{ending}")
+    more = counts - of_few - of_few
     assert more.total() < allowed * (_MANY - _FEW), more.most_common(30)
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.errors import OptionError
-from fastload.estimate.units import (
+from fastload.base.units import (
     format_bytes,
     format_count,
     format_duration,
@@ -23,6 +22,7 @@ from fastload.estimate.units import (
     require_positive,
     require_whole,
 )
+from fastload.errors import OptionError
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from fastload.formats.names import DCP_NAMES
 from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import is_dtensor, with_local
 from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
+from fastload.integrations.frameworks import step_of_all
 from fastload.options import SaveOptions, chosen_options
 from fastload.saving import save as saving
 from fastload.saving.call import make_call
@@ -127,15 +128,12 @@ class Writer(DcpStorage, StorageWriter):
             FastloadError: As for `fastload.save`.
         """
         group, path, options = self._group(), self._required_path(), self._options
-        planned: list[_PlannedState] = []
-
-        def collect() -> tuple[str, list[str] | None]:
-            planned.append(own := _planned_state(planner, self._local_plan, plan))
-            return xxhash.xxh3_128_hexdigest(json.dumps(own.names).encode()), own.written
-
         what = f"saving to {path}: the state"
-        responses = fastload.world.agree(what, collect, process_group=group, timeout_s=options.timeout_s)
-        has_parts = not self._has_collectives or len({names for names, _ in responses}) > 1
+        with step_of_all(what, process_group=group, options=options) as step:
+            planned = _planned_state(planner, self._local_plan, plan)
+            step.answer([xxhash.xxh3_128_hexdigest(json.dumps(planned.names).encode()), planned.written])
+        digests, written = zip(*step.answers, strict=True)
+        has_parts = not self._has_collectives or len(set(digests)) > 1
         call = make_call(
             path,
             group,
@@ -145,7 +143,7 @@ class Writer(DcpStorage, StorageWriter):
             names=DCP_NAMES,
         )
         self.report = None  # not that of an earlier save, if this one raises
-        self.report = saving.save(call, planned.pop().state([written for _, written in responses]))
+        self.report = saving.save(call, planned.state(written))
         return done([_result(item) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

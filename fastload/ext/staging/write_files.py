@@ -16,11 +16,11 @@ from fastload.base.threads import Workers
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
+from fastload.ext.staging.inventory import BlockRun, Inventory
+from fastload.ext.staging.stock import Stock, journal_entry
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.ranges import Space
-from fastload.staging.inventory import BlockRun, Inventory
-from fastload.staging.stock import Stock, journal_entry
 from fastload.storage.base import ByteCounter
 from fastload.storage.local_target import LocalCopy
 

@@ -11,10 +11,10 @@ import click
 import numpy as np
 from rich.filesize import decimal
 
-from fastload.cli.options import PNG
+from fastload.base.units import format_duration
 from fastload.errors import FastloadError
-from fastload.estimate.cadence import Recommendation, Tier, ettr
-from fastload.estimate.units import format_duration
+from fastload.planning.commands.options import PNG
+from fastload.training.cadence import Recommendation, Tier, ettr
 
 Intervals = list[tuple[float, float]]
 """Begin and end in seconds, ascending, without overlaps."""

@@ -8,11 +8,11 @@ from functools import partial
 from statistics import median
 from typing import Literal
 
-from fastload.doctor.examine import Site
-from fastload.doctor.facts import Facts
+from fastload.base.units import count, format_bytes, format_duration, format_rate
 from fastload.errors import some_of
-from fastload.estimate.cluster import Requests
-from fastload.estimate.units import count, format_bytes, format_duration, format_rate
+from fastload.planning.cluster import Requests
+from fastload.planning.doctor.examine import Site
+from fastload.planning.doctor.facts import Facts
 from fastload.storage.mounts import IN_MEMORY_TYPES, is_network
 
 Level = Literal["ok", "note", "problem"]

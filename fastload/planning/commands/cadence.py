@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from fastload.base.units import format_duration
 from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
-from fastload.cli.options import (
+from fastload.errors import OptionError
+from fastload.planning.commands.options import (
     COUNT,
     FRACTION,
     NUMBER,
@@ -20,12 +22,10 @@ from fastload.cli.options import (
     model_options,
     option_group,
 )
-from fastload.cli.pictures import draw_ettr
-from fastload.errors import OptionError
-from fastload.estimate import cadence as theory
-from fastload.estimate.cadence import Recommendation, Tier, Tiers
-from fastload.estimate.sizing import overhead, topology
-from fastload.estimate.units import format_duration
+from fastload.planning.commands.pictures import draw_ettr
+from fastload.planning.sizing import overhead, topology
+from fastload.training import cadence as theory
+from fastload.training.cadence import Recommendation, Tier, Tiers
 
 _NUM_MORE_HOSTS = 3  # lost beyond those that copies certainly survive
 

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from fastload.base.memory import borrowed, uncollected
 from fastload.comm.failures import require_same
-from fastload.comm.group import meet, members_of
+from fastload.comm.group import Meeting, members_of
 from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
@@ -35,7 +34,7 @@ from fastload.loading.prepare import Job, LoadStart, MatchedRequest, accept, ope
 from fastload.loading.prepare import prepare as prepare_load
 from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
-from fastload.options import LoadOptions, Patience, SaveOptions, chosen_options
+from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.report import LoadReport
 from fastload.saving.agree import gather_states
 from fastload.saving.layout import TensorSpec, lay_out_files
@@ -114,11 +113,10 @@ def redistribute(
         PeerError: Ranks failed, were killed, or did not respond in time. The contents of `into` are undefined
             if data were moving.
     """
-
-    def prepare(chosen: LoadOptions) -> _Inputs:
-        return _Inputs.of(state, into, dtype, names, strict, chosen.shared_values())
-
-    world, chosen, inputs = meet(process_group, _WHAT, partial(chosen_options, options, LoadOptions), prepare)
+    with Meeting(process_group, _WHAT) as meeting:
+        chosen = meeting.choose(options, LoadOptions)
+        inputs = _Inputs.of(state, into, dtype, names, strict, chosen.shared_values())
+    world = meeting.world
     num_clears = world.cache.num_clears
     kept: KeptPlan | None = world.cache.take(_WHAT)
     with world.together(), world.step(_WHAT) as step:
@@ -228,9 +226,9 @@ def _open(world: World, state: Any) -> _VirtualFile:
         world,
         _WHAT,
         pack_state(encoding.structure, specs) if specs else b"",
-        lambda: {name: reader.held(name) for name in encoding.tensors},
-        lambda specs: lay_out_files(specs, SaveOptions()),
-        _NOTHING_MOVED,
+        reader,
+        options=SaveOptions(),
+        outcome=_NOTHING_MOVED,
     )
     if merged is None:
         raise OptionError("no rank has a tensor to send: state= is None or has no tensors on all ranks")
@@ -328,7 +326,7 @@ class _StateStorage(Storage):
                 self._reader.copy(ranges, torch.frombuffer(buffer, dtype=torch.uint8))
                 self._count.add(len(buffer))
                 offset += len(buffer)
-        self._reader.settle()
+        self._reader.wait_copied()
 
     def _ranges(self, begin: int, end: int) -> Iterator[ShardRange]:
         for index, first, last in self._shards.cut(begin, end - begin):

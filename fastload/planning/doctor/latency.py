@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
-from fastload.estimate.cluster import Requests
 from fastload.formats.manifest import FileEntry
+from fastload.planning.cluster import Requests
 from fastload.storage import Storage
 
 READ_BYTES = 8 << 20

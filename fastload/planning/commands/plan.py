@@ -11,18 +11,18 @@ import click
 
 import fastload
 from fastload.base.trace import RankTrace, Span, chrome_events, to_json
+from fastload.base.units import format_bytes, format_duration, format_rate
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
-from fastload.cli.options import COUNT, LINK_RATE, SIZE, TIME
 from fastload.errors import OptionError
-from fastload.estimate.cluster import Cluster, Requests
-from fastload.estimate.exchange import Level
-from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
-from fastload.estimate.sharded import ShardedLoad
-from fastload.estimate.simulate import STRATEGIES, Prediction, ReplicatedLoad
-from fastload.estimate.units import format_bytes, format_duration, format_rate
 from fastload.formats.names import NAMES
 from fastload.geometry.ranges import ByteRange
 from fastload.options import LoadOptions
+from fastload.planning.cluster import Cluster, Requests
+from fastload.planning.commands.options import COUNT, LINK_RATE, SIZE, TIME
+from fastload.planning.exchange import Level
+from fastload.planning.parallel import Parallel, model_of_size, model_of_tensors
+from fastload.planning.sharded import ShardedLoad
+from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.storage import locate, open_storage
 from fastload.storage.single_file import write_text
 from fastload.transfer.plan import TransferPlan

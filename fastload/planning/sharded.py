@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastload.estimate.cluster import Cluster
-from fastload.estimate.parallel import Model, Parallel, requests_of
-from fastload.estimate.simulate import (
+from fastload.geometry.ranges import ByteRange
+from fastload.planning.cluster import Cluster
+from fastload.planning.parallel import Model, Parallel, requests_of
+from fastload.planning.simulate import (
     CORES,
     LATENCY_SHOWS,
     LINKS,
@@ -44,7 +45,6 @@ from fastload.estimate.simulate import (
     num_reads,
     reading_stages,
 )
-from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import Part, RankRequest, RankRequests, Share, SharingGroups
 from fastload.transfer.messages import choose_base, most_hops
 from fastload.transfer.plan import StrategyChoice

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from fastload.base.units import count, format_bytes, format_duration, format_rate
 from fastload.cli.console import csv_option, json_option, print_csv, print_json, print_table, table_of
-from fastload.cli.options import COUNT, RATE, TIME, GivenModel, job_options, model_options
 from fastload.errors import OptionError
-from fastload.estimate.sizing import (
+from fastload.planning.commands.options import COUNT, RATE, TIME, GivenModel, job_options, model_options
+from fastload.planning.sizing import (
     RECIPES,
     Topology,
     Transfer,
@@ -19,7 +20,6 @@ from fastload.estimate.sizing import (
     topology,
     transfers,
 )
-from fastload.estimate.units import count, format_bytes, format_duration, format_rate
 
 
 @click.command(short_help="Compute the size of a checkpoint, and the bandwidth that it needs.")

@@ -14,12 +14,12 @@ import torch
 from fastload.comm.launch import Launch, join_job
 from fastload.comm.traces import compare_clocks
 from fastload.comm.world import World
-from fastload.doctor.facts import Facts, look_around
-from fastload.doctor.latency import Answers, measure_answers
 from fastload.errors import CheckpointNotFound, FastloadError, StorageError
 from fastload.formats.names import NAMES
 from fastload.loading.access import Access, agree_on_access
 from fastload.options import LoadOptions, Patience
+from fastload.planning.doctor.facts import Facts, look_around
+from fastload.planning.doctor.latency import Answers, measure_answers
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.links import Links
 from fastload.transfer.plan import choose_strategy

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastload.base.units import require_whole
 from fastload.errors import OptionError
-from fastload.estimate.units import require_whole
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import OWN_PREFIX, children, leaves
 

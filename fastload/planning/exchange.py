@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastload.estimate.cluster import Cluster
+from fastload.planning.cluster import Cluster
 from fastload.transfer.messages import choose_base, dims_of, most_hops, num_targets
 from fastload.transfer.plan import TransferPlan
 

@@ -13,11 +13,7 @@ from typing import Any
 import click
 
 import fastload
-from fastload.cli.console import Command, shown
-from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
-from fastload.estimate.parameters import Parameters, of_checkpoint, of_config, of_shape
-from fastload.estimate.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
-from fastload.estimate.units import (
+from fastload.base.units import (
     format_bytes,
     format_count,
     parse_bytes_per_s,
@@ -28,7 +24,11 @@ from fastload.estimate.units import (
     parse_size_bytes,
     parse_whole,
 )
+from fastload.cli.console import Command, shown
+from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.formats.names import NAMES
+from fastload.planning.parameters import Parameters, of_checkpoint, of_config, of_shape
+from fastload.planning.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
 from fastload.storage import name_of, open_storage
 
 _MAX_CONFIG_BYTES = 1 << 20

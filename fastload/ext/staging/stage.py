@@ -21,6 +21,9 @@ from fastload.base.threads import Workers
 from fastload.comm.failures import require_same
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
+from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
+from fastload.ext.staging.stock import Stock, receipt_of, take_stock
+from fastload.ext.staging.write_files import BlockCheck, FileWriter
 from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.names import NAMES, SAVING_NAME, SEAL_NAME, STAGED_NAME
 from fastload.formats.open import read_manifest
@@ -32,9 +35,6 @@ from fastload.loading.access import Access
 from fastload.loading.verify import compare_share
 from fastload.options import Patience, StageOptions
 from fastload.report import StageRankReport, StageReport
-from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
-from fastload.staging.stock import Stock, receipt_of, take_stock
-from fastload.staging.write_files import BlockCheck, FileWriter
 from fastload.storage import PatientStorage, open_patiently
 from fastload.storage.base import DEFAULT_WRITES, new_token
 from fastload.storage.local import LocalStorage
@@ -248,7 +248,7 @@ class Stage:
         if missing.complete:
             patience = Patience(options.retries, world.patience_s / 2)
             storage = PatientStorage(LocalStorage(self._path, options.io), patience)
-        pace = pace_of(options.read_threads, plan, ranks_on_host=1, in_order=storage.in_order)
+        pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1)
         files = inventory.files if missing.complete else at_source(self._access.manifest, inventory.files)
         reader = ChunkReader(storage, files, pace=pace)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)

@@ -47,9 +47,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastload.estimate.cluster import Cluster, Requests
-from fastload.estimate.exchange import Level, exchange_costs
 from fastload.geometry.ranges import HasRange
+from fastload.planning.cluster import Cluster, Requests
+from fastload.planning.exchange import Level, exchange_costs
 from fastload.transfer.plan import StrategyChoice, TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 import fastload
 from fastload.base.memory import byte_view, host_view
+from fastload.base.units import count
 from fastload.cli.console import json_option, print_json, progress, set_rank, shown
-from fastload.comm.group import agree, join, rank_in
+from fastload.comm.group import join, rank_in, separate_call
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
-from fastload.estimate.units import count
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
@@ -119,22 +119,17 @@ def convert(
     shows, source = not as_json, config_from or src
     edit = partial(_edit_config, dtype=parse_dtype(dtype), dequantized=dequantize)
     edited: dict[str, bytes] = {}
-
-    def read_config() -> None:
-        if rank == 0 and (config_from or dtype or dequantize):
-            edited.update(_edited_config(source, edit, is_required=config_from is not None))
-
-    def check() -> None:
-        if rank == 0:
-            _require_writable(dst, to, overwrite=overwrite)
-
     what, timeout_s = f"converting {name_of(src)} to {name_of(dst)}", LoadOptions().timeout_s
-    agree(None, what, read_config, timeout_s=timeout_s)
+    with separate_call(None, what, timeout_s=timeout_s) as world, world.step():
+        if rank == 0 and (config_from or dtype or dequantize):
+            edited = _edited_config(source, edit, is_required=config_from is not None)
     with (
         progress(rank, shown=shows) as show,
         fastload.open(src, options=LoadOptions(progress=show, dequantize=dequantize)) as checkpoint,
     ):
-        agree(None, what, check, timeout_s=timeout_s)
+        with separate_call(None, what, timeout_s=timeout_s) as world, world.step():
+            if rank == 0:
+                _require_writable(dst, to, overwrite=overwrite)
         if to == "hf":
             parts, metadata = load_weights(checkpoint, names or "*", strip=strip, dtype=dtype), {}
         else:
@@ -341,13 +336,11 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
 
     path = local_path(dst)
     state = parts.state()
-
-    def check() -> None:
+    what = f"checking that {path} can be written"
+    with separate_call(None, what, timeout_s=timeout_s) as world, world.step():
         if not isinstance(state, dict):
             raise OptionError(f"the state is a {type(state).__name__}: DCP saves dicts")
         _require_new_folder(path, overwrite=overwrite)
-
-    agree(None, f"checking that {path} can be written", check, timeout_s=timeout_s)
     try:
         with warnings.catch_warnings():  # torch's deprecations of its own code
             warnings.simplefilter("ignore")
@@ -485,22 +478,21 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         PeerError: Some ranks failed, with every cause.
     """
     path = local_path(dst)
-    what = f"writing {path}"
-    world = join(None, call=what, timeout_s=timeout_s)
+    world = join(None, call=f"writing {path}", timeout_s=timeout_s)
     pending = ""  # on rank 0
     try:
-        with world.together():
-            with world.step(what) as preparing:
+        with world.ending():
+            with world.step() as preparing:
                 strides = {name: tensor.stride() for name, tensor in parts.tensors.items()}
                 layout = lay_out_torch(parts.structure, parts.entries, strides)
                 if world.rank == 0:
                     pending = single_file.make_pending(path, overwrite=overwrite)
                 preparing.answer(pending)
             name = preparing.answers[0]
-            with world.step(what, is_long=True) as writing:
+            with world.step(is_long=True) as writing:
                 writing.answer(_write_parts(world, parts, layout, name))
             checksums = _joined(layout, [_Written(*one) for of_rank in writing.answers for one in of_rank])
-            with world.step(what) as ending:
+            with world.step() as ending:
                 nbytes = 0
                 if world.rank == 0:
                     nbytes = _write_rest(layout, checksums, name, path, overwrite=overwrite)
@@ -510,7 +502,6 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         if pending:
             single_file.remove(pending)
         raise
-    world.acknowledge()
     return {"url": path, "num_tensors": len(parts.entries), "nbytes": nbytes, "num_files": 1}
 
 

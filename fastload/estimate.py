@@ -1,10 +1,11 @@
-"""What checkpoints cost, before there are any: formulas and a simulation."""
+"""What checkpoints cost, before there are any: the formulas of `fastload.planning` and of save intervals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastload.estimate import cadence, parameters, sizing
+    from fastload.planning import parameters, sizing
+    from fastload.training import cadence
 
 __all__ = ["cadence", "parameters", "sizing"]
 
@@ -12,7 +13,7 @@ __all__ = ["cadence", "parameters", "sizing"]
 def __getattr__(name: str) -> Any:
     """Imports the formulas when they are first used."""
     if name in __all__:
-        return import_module(f"fastload.estimate.{name}")
+        return import_module(f"fastload.{'training' if name == 'cadence' else 'planning'}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,8 +7,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 
 from fastload import api
 from fastload.comm.failures import require_same
-from fastload.comm.group import agree, meet
+from fastload.comm.group import Meeting, separate_call
+from fastload.comm.world import World
 from fastload.errors import (
     DeadlineExceeded,
     FastloadError,
@@ -27,8 +28,8 @@ from fastload.errors import (
     proves_damage,
 )
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import LoadOptions, Patience, chosen_options
-from fastload.storage import Location, locate, name_of
+from fastload.options import LoadOptions, Patience
+from fastload.storage import locate, name_of
 from fastload.training.catalog import Catalog, metrics_of
 from fastload.training.history import History, Listing, RecordSeen
 from fastload.training.retention import Point
@@ -74,18 +75,15 @@ def watch(
         PlanMismatch: The arguments of the ranks differ.
         FastloadError: A rank did not respond.
     """
-
-    def ready(_: LoadOptions) -> Location:
+    with Meeting(process_group, f"watching {name_of(root)}") as meeting:
+        chosen = replace(meeting.choose(options, LoadOptions), atomic=True)
         for name, value in (("poll_s", poll_s), ("timeout_s", timeout_s)):
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise OptionError(f"{name}={value!r}: must be a positive number of seconds")
         if after is not None and (type(after) is not int or after < 0):
             raise OptionError(f"after={after!r}: must be a step, from 0 on")
-        return locate(root)
-
-    what = f"watching {name_of(root)}"
-    world, chosen, location = meet(process_group, what, partial(chosen_options, options, LoadOptions), ready)
-    chosen = replace(chosen, atomic=True)
+        location = locate(root)
+    world = meeting.world
     patience = Patience(chosen.retries, world.patience_s / 2)
     catalog = Catalog(location, storage_options, patience, checks_bases=chosen.bases is None)
     shared = {
@@ -95,9 +93,9 @@ def watch(
         "timeout_s": timeout_s,
         **chosen.shared_values(),
     }
-    with world.together():
-        views = world.agree(what, lambda: {"shared": catalog.shared, **shared})
-    world.acknowledge()
+    with world.ending(), world.step() as step:
+        step.answer({"shared": catalog.shared, **shared})
+    views = step.answers
     require_same(views, *shared)
     lists = world.rank == 0 or not views[world.rank]["shared"]
     history = History(world, catalog, lists=lists, process_group=process_group)
@@ -245,7 +243,9 @@ class Watch:
         until_s = math.inf if self._terms.timeout_s is None else time.monotonic() + self._terms.timeout_s
         while True:
             if self._reading is None:
-                [(is_due, is_late), *_] = self._agree(lambda: self._pause(until_s))
+                with self._call() as world, world.step() as pausing:
+                    pausing.answer(self._pause(until_s))
+                is_due, is_late = pausing.answers[0]
                 if is_late:
                     after = self._terms.after if self._last is None else self._last.step
                     newer = "" if after is None else f" newer than step {after}"
@@ -265,11 +265,14 @@ class Watch:
         """
         self._release()
         if self._reading is None:
-            if self._agree(lambda: time.monotonic() >= self._next_listing_s)[0]:
+            with self._call() as world, world.step() as step:
+                step.answer(time.monotonic() >= self._next_listing_s)
+            if step.answers[0]:
                 self._begin()
             return None
-        checkpoint = self._reading.checkpoint
-        if not all(self._agree(lambda: checkpoint.is_prefetched)):
+        with self._call() as world, world.step() as step:
+            step.answer(self._reading.checkpoint.is_prefetched)
+        if not all(step.answers):
             return None
         return self._finish()
 
@@ -298,9 +301,9 @@ class Watch:
         if given is not None:
             given.close()
 
-    def _agree(self, work: Callable[[], Any]) -> list[Any]:
+    def _call(self) -> AbstractContextManager[World]:
         group, timeout_s = self._terms.arguments["process_group"], self._terms.options.timeout_s
-        return agree(group, f"watching {self._catalog.root.given}", work, timeout_s=timeout_s)
+        return separate_call(group, f"watching {self._catalog.root.given}", timeout_s=timeout_s)
 
     def _pause(self, until_s: float) -> tuple[bool, bool]:
         """Waits for the next listing; returns whether it is due, and whether it is too late for it.

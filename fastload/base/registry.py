@@ -1,0 +1,45 @@
+"""What other packages add to fastload, by entry points of the groups ``fastload.KIND``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from fastload.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Something that a package adds, which is imported when it is needed.
+
+    Attributes:
+        kind: The group of entry points, without ``fastload.``.
+        point: The entry point.
+    """
+
+    kind: str
+    point: EntryPoint
+
+    def load(self) -> Any:
+        """Imports it.
+
+        Raises:
+            OptionError: It cannot be imported.
+        """
+        try:
+            return self.point.load()
+        except Exception as error:
+            package = self.point.dist.name if self.point.dist is not None else "some package"
+            raise OptionError(
+                f"{self.point.name!r} of {package} (entry point fastload.{self.kind} = {self.point.value!r})"
+                f" cannot be imported: {error}"
+            ) from error
+
+
+@cache
+def extensions(kind: str) -> Mapping[str, Extension]:
+    """Returns the extensions of a kind, by name, without importing any."""
+    return {point.name: Extension(kind, point) for point in entry_points(group=f"fastload.{kind}")}

@@ -1,0 +1,1 @@
+"""The commands of planning, for the command line."""
