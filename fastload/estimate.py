@@ -1,4 +1,4 @@
-"""What checkpoints cost, before there are any: the formulas of `fastload.planning` and of save intervals."""
+"""Formulas for sizes of checkpoints, parameters of models and save intervals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What other packages add to fastload, by entry points of the groups ``fastload.KIND``."""
+"""Extensions of fastload by other packages: entry points of the groups ``fastload.KIND``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastload.errors import OptionError
 
 @dataclass(frozen=True)
 class Extension:
-    """Something that a package adds, which is imported when it is needed.
+    """An object of another package, which is imported when it is needed.
 
     Attributes:
         kind: The group of entry points, without ``fastload.``.
@@ -23,6 +23,10 @@ class Extension:
     kind: str
     point: EntryPoint
 
+    def __str__(self) -> str:
+        package = self.point.dist.name if self.point.dist is not None else "some package"
+        return f"{self.point.name!r} of {package} (entry point fastload.{self.kind} = {self.point.value!r})"
+
     def load(self) -> Any:
         """Imports it.
 
@@ -31,12 +35,8 @@ class Extension:
         """
         try:
             return self.point.load()
-        except Exception as error:
-            package = self.point.dist.name if self.point.dist is not None else "some package"
-            raise OptionError(
-                f"{self.point.name!r} of {package} (entry point fastload.{self.kind} = {self.point.value!r})"
-                f" cannot be imported: {error}"
-            ) from error
+        except (Exception, SystemExit) as error:
+            raise OptionError(f"{self} cannot be imported: {error}") from error
 
 
 @cache

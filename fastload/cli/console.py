@@ -44,13 +44,16 @@ class CommandGroup(click.Group):
         """Returns a command, one that fails when it is called if it cannot be imported; None without one."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
-        extension = extensions("commands").get(cmd_name)
-        if extension is None:
+        if not (known := extensions("commands")):  # those of fastload are missing, too
+            raise OptionError(f"{cmd_name}: this fastload is not installed completely: install it again")
+        if cmd_name not in known:
             return None
         try:
-            command: click.Command = extension.load()
+            command = known[cmd_name].load()
         except OptionError as error:
             return _Failing(cmd_name, error)
+        if not isinstance(command, click.Command):
+            return _Failing(cmd_name, OptionError(f"{known[cmd_name]} is no command of click"))
         return command
 
     def resolve_command(
@@ -81,7 +84,7 @@ class _Failing(click.Command):
         self._error = error
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises why."""
+        """Raises the error of the import."""
         raise self._error
 
 
@@ -192,7 +195,7 @@ def seconds(duration_s: float) -> str:
 
 
 def print_notes(report: LoadReport | StageReport) -> None:
-    """Prints what a report notes of ranks."""
+    """Prints the notes on ranks in a report."""
     for own in report.ranks:
         if own.note:
             stdout().print(f"rank {own.rank} on {own.host} {own.note}")

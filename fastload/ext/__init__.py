@@ -1,1 +1,1 @@
-"""Features that the core does without: each may import the core, and none of the others."""
+"""Optional features. Each imports the core; none imports another one, and the core imports none."""

@@ -1,1 +1,1 @@
-"""What checkpoints will cost on a site, and what stands in their way there."""
+"""Predictions of loads and saves on a cluster, and an examination of its hosts."""

@@ -154,7 +154,7 @@ class Storage(ABC):
 
     @property
     def first_byte_s(self) -> float:
-        """Seconds from the last request for data to its first byte; 0 before it, or if not known."""
+        """Least time in seconds from a request for data to its first byte; 0 before one, or if not known."""
         return self._first_byte_s
 
     @property
@@ -217,7 +217,7 @@ class Storage(ABC):
 
     def note_first_byte(self, after_s: float) -> None:
         """Notes that the first byte of a request for data came so many seconds after it."""
-        self._first_byte_s = after_s
+        self._first_byte_s = min(self._first_byte_s or after_s, after_s)
         self._listener(after_s)
 
     def read_all(self, name: str, about: FileStat) -> bytes:

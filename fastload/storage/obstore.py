@@ -88,6 +88,7 @@ _NO_SUCH_RANGE = 416
 FIRST_BYTES = 256 << 10
 """Bytes to read of a file whose name is a guess: a small one completely, the header of a large one."""
 _NEAR_BYTES = 64 << 10  # what readers of headers ask for first
+_MOST_FIRSTS = 256  # files whose first bytes are kept at a time: 16 MiB of headers
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -345,7 +346,7 @@ class ObjectStorage(WritableStorage):
         """Returns size and version; None for a page, which some servers show for names that they lack."""
         found, first = self._stat_by_reading(name, FIRST_BYTES)
         if is_page(first[:HEAD_BYTES]):
-            del self._firsts[name]
+            self._firsts.pop(name, None)
             return None
         return found
 
@@ -365,7 +366,8 @@ class ObjectStorage(WritableStorage):
                 return result.meta, next((bytes(part) for part in result.stream(min_chunk_size=1)), b"")
 
         meta, first = self._call(name, ask)
-        self._firsts[name] = first
+        if len(self._firsts) < _MOST_FIRSTS:  # more take a second request
+            self._firsts[name] = first
         return _stat(meta), first
 
     def _ask_for_stat(self, key: str) -> Any:

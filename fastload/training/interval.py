@@ -345,7 +345,7 @@ class SavePolicy(Protocol):
     """When to save.
 
     Rank 0 asks it in each `CheckpointManager.should_save`. All ranks save at that step; with steps below a
-    quarter of a second at a later one, at most half a second after it. An error in it is raised on all ranks.
+    quarter of a second at a later one, within about a second. An error in it is raised on all ranks.
     """
 
     def due(self, step: int, now_s: float, measured: Measured) -> Collection[str]:
@@ -386,19 +386,22 @@ class PolicyController:
         since_s = {tier: now - began for tier, began in self._since.items()}
         measured = Measured(self._times.step_s, since_s, dict(self._saves))
         try:
-            due = set(self._policy.due(step, time.time(), measured))
-            if not due <= self._since.keys():
+            due = self._policy.due(step, time.time(), measured)
+            if isinstance(due, str) or not set(due) <= self._since.keys():
                 tiers = ", ".join(self._since)
-                raise OptionError(f"it names {sorted(map(str, due))}: the tiers of this manager are {tiers}")
-            self._due |= due
+                raise OptionError(f"it returned {due!r}, which is no collection of tiers of {tiers}")
+            self._due |= set(due)
         except Exception as error:
+            _log.warning("save_policy= cannot decide about step %d", step, exc_info=error)
             self._problem = f"save_policy= cannot decide about step {step}: {type(error).__name__}: {error}"
 
     def take_due(self) -> tuple[set[str], str]:
         """Returns the tiers that the policy has named since the last call, and why it failed, if it did."""
-        taken = self._due, self._problem
+        due, problem = self._due, self._problem
         self._due, self._problem = set(), ""
-        return taken
+        # From now on, since the save begins later, and the policy is asked meanwhile.
+        self._since |= dict.fromkeys(due, time.monotonic())
+        return due, problem
 
     def save_begins(self) -> None:
         """Notes that a save to storage begins."""

@@ -111,7 +111,7 @@ def _class_of(policy: object) -> str:
 
 def _require_policy(name: str, policy: object, method: str, keywords: Mapping[str, Any]) -> None:
     """Raises if an object is no policy, or if keywords are given whose place it takes."""
-    if not callable(getattr(policy, method, None)):
+    if isinstance(policy, type) or not callable(getattr(policy, method, None)):
         raise OptionError(f"{name}={policy!r}: must have a method {method}; see fastload.policies")
     if given := [f"{keyword}={value!r}" for keyword, value in keywords.items() if value is not None]:
         raise OptionError(f"{name}= and {', '.join(given)}: give either the policy or these")
@@ -250,7 +250,8 @@ class CheckpointManager:
             }
             if keep_policy is not None:
                 _require_policy("keep_policy", keep_policy, "keep", rules)
-            retention = keep_policy if isinstance(keep_policy, Retention) else Retention(**rules)
+            # A subclass may keep others.
+            retention = keep_policy if type(keep_policy) is Retention else Retention(**rules)
             policy = Policy(
                 locate(root),
                 IntervalPolicy(
@@ -370,6 +371,7 @@ class CheckpointManager:
 
         Raises:
             FastloadError: A save in the background has failed.
+            OptionError: `save_policy` has failed, or returned no tiers.
         """
         self._require_open()
         answer = self._schedule.ask(step)
@@ -589,7 +591,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until all saves are durable or dropped, and old checkpoints are deleted.
 
-        A save to memory is waited for as well; that it failed is a warning, and told.
+        Also waits for the save to memory, whose errors are warnings.
 
         Raises:
             FastloadError: A save to storage failed.

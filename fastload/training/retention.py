@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import OptionError
@@ -59,7 +60,8 @@ class SavedCheckpoint:
 class KeepPolicy(Protocol):
     """Which checkpoints of a run to keep.
 
-    Rank 0 asks in the background, once a new checkpoint is durable. An error is logged, and nothing deleted.
+    Rank 0 asks in the background, once a new checkpoint is durable; with `SaveOptions(shared=False)` the
+    first rank of each host does. An error is logged, and nothing deleted.
     """
 
     def keep(self, saved: Sequence[SavedCheckpoint]) -> Collection[int]:
@@ -76,7 +78,7 @@ class KeepPolicy(Protocol):
 class Retention:
     """Rules of retention. Without `keep_last` all checkpoints are kept; with it, those that any rule names.
 
-    A `KeepPolicy`.
+    It is a `KeepPolicy`.
 
     Attributes:
         keep_last: Keeps this number of the newest checkpoints.
@@ -148,8 +150,8 @@ def expendable(policy: KeepPolicy, saved: Sequence[SavedCheckpoint], *, needed: 
     """
     if not saved:
         return []
-    ordered = sorted(saved, key=lambda checkpoint: checkpoint.point)
-    kept = {*policy.keep(ordered), *needed, ordered[-1].step}
+    ordered = tuple(sorted(saved, key=lambda checkpoint: checkpoint.point))
+    kept = {*map(index, policy.keep(ordered)), *needed, ordered[-1].step}
     return [checkpoint.step for checkpoint in ordered if checkpoint.step not in kept]
 
 

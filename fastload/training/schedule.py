@@ -94,6 +94,7 @@ class SaveSchedule:
         self._windows = _Windows(world, self._decider)
         self._step: int | None = None
         self._answer = ScheduleAnswer()
+        self._missed = ScheduleAnswer()  # what was due when the policy of the caller failed
 
     def ask(self, step: int) -> ScheduleAnswer:
         """Returns the answer for a step; a repeated call for a step returns the same.
@@ -108,13 +109,16 @@ class SaveSchedule:
             self._asked.ask(step)
         decided = self._decider.decide() if self._world.size == 1 else self._windows.next_call()
         stop = self._answer.stop or decided.stop
+        save, in_memory = decided.save or self._missed.save, decided.memory or self._missed.memory
         if decided.problem:
             self._answer = replace(self._answer, stop=stop)
+            self._missed = ScheduleAnswer(save=save, memory=in_memory)
             raise OptionError(decided.problem)
-        in_memory = decided.memory or _is_due(step, self._intervals.memory_every_steps)
+        self._missed = ScheduleAnswer()
+        in_memory = in_memory or _is_due(step, self._intervals.memory_every_steps)
         self._step = step
         self._answer = ScheduleAnswer(
-            save=decided.save or _is_due(step, self._intervals.every_steps),
+            save=save or _is_due(step, self._intervals.every_steps),
             stop=stop,
             failed=decided.failed,
             memory=in_memory and not stop,

@@ -67,7 +67,7 @@ class Pace:
         least: Reads in flight at first, and at least, unless storage refuses.
         most: At most.
         far: Reads in flight as soon as storage turns out to be far away.
-        first_byte_s: Seconds to the first byte of an earlier request; 0 if there was none.
+        first_byte_s: Least time in seconds to the first byte of an earlier request; 0 if there was none.
 
     Attributes:
         most: As given, or `least` if that is more.

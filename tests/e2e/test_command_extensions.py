@@ -19,11 +19,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "import click\n@click.command(short_help='Greet.')\n@click.argument('name')\n"
         "def greet(name):\n    click.echo(f'hello {name}')\n"
     )
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit('it needs something else')\n")
     info = tmp_path / "greeting-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[fastload.commands]\ngreet = greeting:greet\nload = greeting:greet\nlost = greeting:lost\n"
+        "text = greeting:__name__\nexits = leaving:greet\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     extensions.cache_clear()
@@ -40,6 +42,8 @@ def test_a_command_that_cannot_be_imported_says_whose_it_is_and_leaves_the_other
     done = CliRunner().invoke(main, ["lost"])
     assert done.exit_code == 2
     assert "'lost' of greeting (entry point fastload.commands = 'greeting:lost')" in done.output
+    assert "no command of click" in CliRunner().invoke(main, ["text"]).output
+    assert "it needs something else" in CliRunner().invoke(main, ["exits"]).output
     assert CliRunner().invoke(main, ["greet", "again"]).exit_code == 0
 
 
@@ -48,6 +52,6 @@ def test_help_lists_all_commands_even_if_one_cannot_be_imported() -> None:
     assert done.exit_code == 0
     lines = {line.split()[0]: line for line in done.output.partition("Commands:")[2].splitlines() if line}
     assert lines["greet"].endswith("Greet.")
-    assert "cannot be imported" in lines["lost"]
+    assert all("cannot be imported" in lines[name] for name in ("lost", "text", "exits"))
     assert {"convert", "doctor", "plan"} <= lines.keys()
     assert "Greet" not in lines["load"], "the commands of fastload are its own"

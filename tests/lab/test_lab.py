@@ -290,7 +290,7 @@ def test_a_storage_that_answers_late_and_refuses(two_hosts: Path, tmp_path: Path
             assert float(first_s) > 0.6 * 0.2
             assert float(all_s) - float(first_s) > 0.8 * nbytes / 5e6
         # The storage lets 5 through at once, and then 10 a second.
-        many = ("-Z", "-o", "#1", "-w", "%{http_code}\n", f"http://{address}:8080/none[1-60]")
+        many = ("-Z", "-o", f"{tmp_path}/#1", "-w", "%{http_code}\n", f"http://{address}:8080/none[1-60]")
         done = lab("run", "--plain", "--", "curl", "-s", *many, check=False, **other)
         statuses = done.stdout.split()
         assert set(statuses) == {"404", "503"}, statuses

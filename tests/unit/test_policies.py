@@ -123,7 +123,49 @@ def test_what_a_policy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert policy.told[-1].saves == {"storage": (EndedSave("storage", 3.0, 7.0),)}
 
 
-@pytest.mark.parametrize("names", [["memory"], ["disk"], None])
+def test_a_policy_by_time_is_asked_again_before_its_save_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several ranks a save begins steps after the decision."""
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(interval, "time", SimpleNamespace(monotonic=lambda: now.s, time=lambda: now.s))
+    every_ten_s = SimpleNamespace(
+        due=lambda step, now_s, measured: ["storage"] if measured.since_s["storage"] >= 10 else []
+    )
+    controller = PolicyController(every_ten_s, has_memory=False)
+    taken = []
+    for step in range(100):
+        now.s += 0.25
+        controller.ask(step)
+        taken += [step for tier in controller.take_due()[0]]
+        if step - 4 in taken:
+            controller.save_begins()
+    assert taken == [39, 83], "once every 10 s"
+
+
+@pytest.mark.parametrize("kept", ["all", {"step_00000001"}, [1.5], None])
+def test_a_policy_that_keeps_no_steps_deletes_nothing(
+    kept: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = SimpleNamespace(keep=lambda saved: kept)
+    with (
+        caplog.at_level(logging.WARNING, "fastload"),
+        CheckpointManager(tmp_path, every_steps=1, keep_policy=policy, options=OPTIONS) as manager,
+    ):
+        train(manager, 3)
+    assert steps_in(tmp_path) == [1, 2, 3]
+    assert "cannot clean up" in caplog.text
+
+
+def test_a_policy_may_extend_the_rules(tmp_path: Path) -> None:
+    class FirstToo(Retention):
+        def keep(self, saved: Sequence[SavedCheckpoint]) -> set[int]:
+            return {saved[0].step}
+
+    with CheckpointManager(tmp_path, every_steps=1, keep_policy=FirstToo(), options=OPTIONS) as manager:
+        train(manager, 4)
+    assert steps_in(tmp_path) == [1, 4]
+
+
+@pytest.mark.parametrize("names", [["memory"], ["disk"], "storage", None])
 def test_a_policy_that_names_no_tier_of_the_manager_fails(names: Any, tmp_path: Path) -> None:
     policy = Planned({2: names})
     with CheckpointManager(tmp_path, save_policy=policy, options=OPTIONS) as manager:
@@ -140,6 +182,8 @@ def test_a_signal_counts_although_the_policy_fails(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="save_policy="):
             manager.should_save(2)
         assert manager.stop_requested
+        assert manager.should_save(3), "the save that the signal asks for"
+        assert not manager.should_save(4)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +194,7 @@ def test_a_signal_counts_although_the_policy_fails(tmp_path: Path) -> None:
         {"save_policy": PowersOfTwo(1)},
         {"keep_policy": PowersOfTwo(1), "keep_last": 3},
         {"keep_policy": Planned({})},
+        {"keep_policy": PowersOfTwo},
     ],
 )
 def test_a_policy_takes_the_place_of_the_keywords(wrong: dict[str, Any], tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def stage(
     Args:
         src: A directory, or a single file, such as one of torch.save; a local path or a URL.
         dst: The directory to make, on a file system of each host's own; ``/dev/shm`` is possible.
-        process_group: As for `load`.
-        storage_options: As for `load`; for `src`.
+        process_group: As for `fastload.load`.
+        storage_options: As for `fastload.load`; for `src`.
         options: How to stage; None for the defaults.
 
     Raises:

@@ -142,8 +142,10 @@ class Writer(DcpStorage, StorageWriter):
             replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
             names=DCP_NAMES,
         )
+        state = planned.state(written)
+        del planned  # it has copies of what other ranks write
         self.report = None  # not that of an earlier save, if this one raises
-        self.report = saving.save(call, planned.state(written))
+        self.report = saving.save(call, state)
         return done([_result(item) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
