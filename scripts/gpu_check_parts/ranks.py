@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from gpu_check_parts.devices import Device
@@ -203,6 +204,8 @@ def _be(
     value, raised = None, ""
     try:
         end_with_parent()
+        # Once, before there are threads: the first ones in a fork to set a number, each its own, abort it.
+        torch.set_num_threads(torch.get_num_threads())
         faulthandler.enable()
         faulthandler.register(_STACKS)
         if kind == "cuda":
