@@ -210,6 +210,7 @@ class Workers:
         self._num_threads = 0  # of them, that will take another call
         self._lock = threading.Lock()
         self._num_calls = 0
+        self._is_closed = False
 
     @property
     def num_calls(self) -> int:
@@ -237,10 +238,11 @@ class Workers:
         return future
 
     def set_most(self, num_threads: int) -> None:
-        """Changes the number of calls at once; calls under way go on."""
+        """Changes the number of calls at once; calls under way go on, also those after `close`."""
         with self._lock:
             self._most = num_threads
-            while self._num_threads < min(self._most, self._num_calls):
+            # Nobody would end a thread that starts after `close`, although calls may be left.
+            while not self._is_closed and self._num_threads < min(self._most, self._num_calls):
                 self._start()
 
     def _start(self) -> None:
@@ -260,6 +262,8 @@ class Workers:
     def close(self, *, wait_s: float) -> bool:
         """Ends the threads after the calls submitted so far; returns whether they ended in time."""
         deadline = time.monotonic() + wait_s
+        with self._lock:
+            self._is_closed = True
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import wait
 from functools import partial
 
 import pytest
@@ -148,3 +149,21 @@ def test_torch_uses_one_thread_for_a_thread_that_asks_for_it() -> None:
         "assert found == [1, 3, 1, 3, 1, 3], found\n"
     )
     subprocess.run([forking_python(), "-c", code], check=True, timeout=60)
+
+
+def test_calls_that_ask_for_more_threads_after_the_end_leave_none() -> None:
+    """As reads do, which know at their end how many there may be at once."""
+    workers, go_on = Workers(1, "fastload-grown"), threading.Event()
+
+    def grow() -> None:
+        go_on.wait()
+        workers.set_most(8)
+
+    futures = [workers.submit(grow) for _ in range(20)]
+    workers.close(wait_s=0.0)
+    go_on.set()
+    wait(futures)
+    limit = time.monotonic() + 30
+    while any(thread.name.startswith("fastload-grown") for thread in threading.enumerate()):
+        assert time.monotonic() < limit
+        time.sleep(0.005)
