@@ -452,6 +452,10 @@ class DeltaStorage(PatientStorage):
                 self._changes.apply(entry.name, begin, end, buffer[first : first + end - begin])
             offset += len(buffer)
 
+    def listen(self, note: Callable[[float], object]) -> None:
+        self._base.listen(note)
+        self._stored.listen(note)
+
     def share_reads(self, shared: bool) -> None:
         self._base.share_reads(shared)
         self._stored.share_reads(shared)

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -411,7 +412,9 @@ class HubStorage(Storage):
         worked = bool(source.tags)
         try:
             with self.secrets.errors(label, offset, nbytes, is_transient=is_transient, advice=advice):
+                asked_s = time.monotonic()
                 result = get_range(source.store, "", offset, nbytes)
+                self.note_first_byte(time.monotonic() - asked_s)
                 meta, data = result.meta, result.bytes()
             tag = meta.get("e_tag") or ""
             if source.nbytes not in (None, meta["size"]) or (worked and source.tags[0] != tag):

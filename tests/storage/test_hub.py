@@ -114,6 +114,12 @@ def test_ways_to_name_a_revision(hub: HubServer, checkpoint: Path, url: str) -> 
     assert fastload.inspect(url).nbytes == fastload.inspect(checkpoint).nbytes
 
 
+def test_a_report_has_the_time_to_the_first_byte(hub: HubServer, checkpoint: Path) -> None:
+    reports: list[fastload.LoadReport] = []
+    fastload.load("hf://org/model", options=fastload.LoadOptions(on_report=reports.append))
+    assert reports[0].ranks[0].first_byte_s > 0
+
+
 def test_a_single_file_and_one_in_a_directory(hub: HubServer, checkpoint: Path) -> None:
     repo = hub.repos["org/model"]
     repo.commit({f"sub/{name}": content for name, content in files_in(checkpoint).items()})
