@@ -221,7 +221,7 @@ def noting(real: Callable[..., None], now: Callable[[], int], most: list[int]) -
     return noted
 
 
-@pytest.mark.slow(but=["prefetching"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "atomic"),
     [("prefetching", False), ("first", False), ("read", True), ("middle", True)],

@@ -165,6 +165,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
     assert weights(again[len(output) :]) == {uninterrupted}
 
 
+@pytest.mark.slow
 def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     # Real processes: each of them is told, those that prepare the data as well.

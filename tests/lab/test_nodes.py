@@ -235,6 +235,7 @@ def test_the_launchers_end_with_the_host_where_they_meet(trained: set[str], tmp_
     assert job.weights() == trained
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_with_its_memory_and_nothing_is_on_storage(tmp_path: Path) -> None:
     """Each step is in the memory of two hosts: the newest comes back from there, and no save is needed."""
     program = [*_TRAINING, "--save-every", "1000", "--memory-every", "1"]
