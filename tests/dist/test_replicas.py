@@ -108,6 +108,7 @@ def shards(rank: int, placements: list[Any], seed: int = 0) -> dict[str, Any]:
     return {name: placed(whole[name], mesh, placements) if name != "w3" else whole[name] for name in whole}
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_what_they_hold_as_shards_loads(rank: int, world: int, tmp_path: Path) -> None:
     all_placements: list[list[Any]] = [

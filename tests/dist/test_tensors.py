@@ -376,7 +376,7 @@ def own_boxes(rank: int, world: int) -> dict[str, Any]:
     return boxes
 
 
-@pytest.mark.slow(but=["3-ranks"])
+@pytest.mark.slow
 @ranks(1, 3, ranks_per_host=2)
 def test_boxes_of_each_ranks_own(rank: int, world: int, saved: Path) -> None:
     expected = load_reference(saved)

@@ -175,6 +175,7 @@ def test_convert_copies_what_stands_next_to_the_weights(tmp_path: Path, to: str)
         assert fsspec.filesystem("memory").cat_file(f"{tmp_path}/away/vocab.txt") == kept["vocab.txt"]
 
 
+@pytest.mark.slow
 def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

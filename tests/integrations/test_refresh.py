@@ -73,7 +73,7 @@ def test_nothing_is_left_behind(rank: int, world: int, tmp_path: Path, sharded: 
         counts.append(
             (
                 resident_bytes(),
-                sorted(t.name for t in threading.enumerate() if t.name != "idle"),
+                sorted(t.name for t in threading.enumerate() if t.name != "fastload-idle"),
                 descriptors(),
             )
         )

@@ -38,6 +38,7 @@ def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> N
     run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_models_that_transformers_converts(tmp_path: Path) -> None:
     run_ranks(body("names_what_loads_converted_models"), 2, tmp_path=tmp_path)
 

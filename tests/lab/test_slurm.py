@@ -223,7 +223,7 @@ def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp
     assert "stopped (the step ended with 0); back into the queue" in job.output()
 
 
-_TRAINING = "--steps 24 --width 32 --batch 2 --log-every 1 --save-every 8 --digest".split()
+_TRAINING = "--steps 24 --width 32 --batch 8 --log-every 1 --save-every 8 --digest".split()
 _TRAINED = "ends at step 24 of 24"
 
 
