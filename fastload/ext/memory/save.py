@@ -11,10 +11,12 @@ from typing import Any
 import xxhash
 
 from fastload.comm.responses import Reports, join_parts, split_parts
+from fastload.ext.memory.copies import send_copies
+from fastload.ext.memory.folder import HostDirectory, JobFolder
+from fastload.ext.memory.groups import CopyPlan, plan_copies
+from fastload.ext.memory.manifest import TABLE_NAME, HostManifest, ShareTable
+from fastload.ext.memory.target import HostPart, MemoryTarget, Published
 from fastload.formats.names import RECORD_NAME
-from fastload.memory_tier.copies import send_copies
-from fastload.memory_tier.groups import CopyPlan, plan_copies
-from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.background import FinishedSave
 from fastload.saving.call import SaveCall
@@ -23,8 +25,7 @@ from fastload.saving.plan import SavePlan
 from fastload.saving.save import BegunSave, finished_save, finishing, published_response
 from fastload.saving.write import commit, write
 from fastload.storage import Target
-from fastload.storage.memory_folder import HostDirectory, JobFolder
-from fastload.storage.memory_target import HostPart, MemoryTarget, Published
+from fastload.training.retention import Lineage, Point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,8 @@ class TierSaveCall(SaveCall):
 
     Attributes:
         name: Name of the checkpoint, the same on all hosts.
-        branch: With `step`, its place in the history of the run.
-        step: Its step.
-        incarnation: Name of this start of the job.
-        origin: See `HostManifest.origin`.
+        point: Its position in the history of the run.
+        lineage: Stored with it.
         num_copies: Number of hosts that have each share.
         directories: The host directory of each rank.
         job: The job's folder on this host.
@@ -44,10 +43,8 @@ class TierSaveCall(SaveCall):
     """
 
     name: str
-    branch: int
-    step: int
-    incarnation: str
-    origin: tuple[int, int, str] | None
+    point: Point
+    lineage: Lineage
     num_copies: int
     directories: Sequence[HostDirectory]
     job: JobFolder
@@ -56,7 +53,7 @@ class TierSaveCall(SaveCall):
     @property
     def what(self) -> str:
         """Name of the save, for messages."""
-        return f"saving step {self.step} to memory"
+        return f"saving step {self.point.step} to memory"
 
     @property
     def occasion(self) -> str:
@@ -141,9 +138,8 @@ def _host_manifest(call: TierSaveCall, nbytes: int, table: bytes, copies: CopyPl
     digest = xxhash.xxh3_128_hexdigest(table)
     shares = sorted(ShareTable.parse(table, digest, call.what).shares)
     held = tuple(number for number in copies.held if number in shares)
-    return HostManifest(
-        call.branch, call.step, nbytes, tuple(shares), held, digest, call.incarnation, call.origin
-    )
+    lineage = call.lineage
+    return HostManifest(*call.point, nbytes, tuple(shares), held, digest, lineage.incarnation, lineage.origin)
 
 
 def _pack(published: Published) -> bytes:
