@@ -81,6 +81,7 @@ PURE = {
     "ext/staging/inventory.py",
     "transfer/demand.py",
     "transfer/messages.py",
+    "transfer/rounds.py",
     "transfer/routed_plan.py",
     "planning/cluster.py",
     "planning/simulate.py",

@@ -25,10 +25,7 @@ from fastload.planning.sharded import ShardedLoad
 from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.storage import locate, open_storage
 from fastload.storage.single_file import write_text
-from fastload.transfer.plan import TransferPlan
-from fastload.transfer.routed_plan import RoutedPlan
 
-_MOST_CHUNKS = 100_000  # whose lengths are summed one by one
 _MOST_TRACED = 64
 _HEADS = (
     "strategy", "time", "÷floor", "off storage", "readers", "share", "max/mean", "exchanged", "rounds",
@@ -163,17 +160,6 @@ def _floor_s(load: _Load) -> float:
     return load.nbytes / load.cluster.client_bytes_per_s
 
 
-def _share_bytes(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
-    """Returns the most bytes that one reader reads, and the mean."""
-    mean = plan.total_bytes / len(plan.readers)
-    if isinstance(plan, RoutedPlan):
-        return plan.most_bytes, mean
-    if plan.num_rounds * len(plan.readers) <= _MOST_CHUNKS:
-        rounds = range(plan.num_rounds)
-        return max(sum(plan.chunk(index, rank).nbytes for index in rounds) for rank in plan.readers), mean
-    return math.ceil(mean) + plan.chunk_bytes_of(plan.num_rounds - 1), mean  # an upper bound
-
-
 def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> dict[str, Any]:
     world = _finite(dataclasses.asdict(load.cluster))
     floor_s = _floor_s(load)
@@ -200,7 +186,6 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any]:
     plan = prediction.plan
-    most, mean = _share_bytes(plan)
     return {
         "strategy": prediction.decision.strategy,
         "total_s": prediction.total_s,
@@ -210,10 +195,10 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "exchanged_bytes": prediction.exchanged_bytes,
         "levels": [level._asdict() for level in prediction.levels],
         "num_readers": len(plan.readers),
-        "share_bytes": {"mean": mean, "max": most},
+        "share_bytes": {"mean": plan.total_bytes / len(plan.readers), "max": plan.most_bytes},
         "chunk_bytes": plan.chunk_bytes,
         "num_rounds": plan.num_rounds,
-        "num_turns": plan.num_windows if isinstance(plan, TransferPlan) else 1,
+        "num_turns": plan.num_windows,
         "depth": plan.depth,
         "buffer_bytes": plan.buffer_bytes,
         "round_s": prediction.limits,
@@ -270,7 +255,6 @@ def _level(level: Level) -> str:
 
 def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str]:
     plan = prediction.plan
-    most, mean = _share_bytes(plan)
     alone = prediction.decision.strategy == "direct"
     return [
         prediction.decision.strategy,
@@ -278,8 +262,8 @@ def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str
         f"{prediction.total_s / floor_s:.2f}" if floor_s else "–",
         format_bytes(prediction.storage_bytes),
         f"{cluster.num_ranks if alone else len(plan.readers):,}",
-        format_bytes(int(mean)),
-        f"{most / mean:.3f}" if mean else "–",
+        format_bytes(plan.total_bytes // len(plan.readers)),
+        f"{plan.most_bytes * len(plan.readers) / plan.total_bytes:.3f}" if plan.total_bytes else "–",
         format_bytes(prediction.exchanged_bytes),
         f"{plan.num_rounds:,}",
         format_bytes(plan.chunk_bytes),
