@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.errors import OptionError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,20 @@ class Extension:
             raise OptionError(f"{self} cannot be imported: {error}") from error
 
 
+def required_extension(kind: str, name: str) -> Extension:
+    """Returns an extension, without importing it.
+
+    Raises:
+        OptionError: It is not installed.
+    """
+    if name not in extensions(kind):
+        raise OptionError(f"{name!r} needs an extension that is not installed (entry point fastload.{kind})")
+    return extensions(kind)[name]
+
+
 @cache
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any."""
+    from importlib.metadata import entry_points  # most programs ask for none
+
     return {point.name: Extension(kind, point) for point in entry_points(group=f"fastload.{kind}")}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from fastload.base.registry import extensions
+from fastload.base.registry import extensions, required_extension
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.storage.base import Storage
@@ -90,9 +90,7 @@ def format_named(name: str) -> Format:
     Raises:
         OptionError: It is not installed here, or cannot be imported.
     """
-    if name not in extensions(_KIND):
-        raise OptionError(f"format {name!r} is not installed here (no entry point of fastload.{_KIND})")
-    found: Format = extensions(_KIND)[name].load()
+    found: Format = required_extension(_KIND, name).load()
     return found
 
 

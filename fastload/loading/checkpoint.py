@@ -62,7 +62,7 @@ class Checkpoint:
     @property
     def trace_error(self) -> FastloadError | None:
         """Why rank 0 could not write the trace of the last `load`, or None. It fails no load."""
-        return self._session.opened.tracing.error
+        return self._session.opened.observers.error
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -23,7 +23,7 @@ from fastload.base.memory import PAGE_BYTES, uncollected
 from fastload.base.state_copies import state_copies
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
-from fastload.comm.traces import Tracing
+from fastload.comm.observers import Observers
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.manifest import Manifest
@@ -55,7 +55,7 @@ class Opened:
         access: The checkpoint and its readers.
         options: How to load.
         verifier: Knows the checksum blocks; None if they are not verified.
-        tracing: Records the loads.
+        observers: Observe the loads.
         header_bytes: Bytes that this rank read to open it.
         num_retries: Retries that earlier loads have reported.
     """
@@ -64,7 +64,7 @@ class Opened:
     access: Access
     options: LoadOptions
     verifier: Verifier | ChecksumCollector | None
-    tracing: Tracing
+    observers: Observers
     header_bytes: int
     num_retries: int = 0
 
@@ -411,7 +411,7 @@ def open_job(matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: Wri
         backend="" if matched.decision.alone else matched.backend,
         progress=options.progress,
     )
-    opened.tracing.follow(pipeline.watches)
+    opened.observers.follow(pipeline.watches)
     return Job(matched, bytes_wanted, writer, pipeline)
 
 

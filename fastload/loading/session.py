@@ -14,8 +14,8 @@ from typing import Any
 from fastload.base.devices import is_accelerator
 from fastload.base.threads import raise_first
 from fastload.comm.failures import kinds_of
+from fastload.comm.observers import observe
 from fastload.comm.responses import Each, Reports
-from fastload.comm.traces import Tracing
 from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
@@ -62,9 +62,9 @@ class Session:
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         verifier = Verifier(access.manifest) if access.manifest.block_bytes and options.verify else None
-        tracing = Tracing(world, options.trace)
-        tracing.synchronize(access.hosts)
-        self.opened = Opened(world, access, options, verifier, tracing, access.storage.bytes_read)
+        observers = observe(world, options.trace)
+        observers.begin(access.hosts)
+        self.opened = Opened(world, access, options, verifier, observers, access.storage.bytes_read)
         self.report: LoadReport | None = None
         self.has_failed = False
         self.is_closed = False
@@ -314,15 +314,15 @@ class Session:
         self, passes: Sequence[Job], stream_errors: list[BaseException] | None
     ) -> list[dict[str, Any]]:
         """Moves the data of the last pass on all ranks; returns their responses."""
-        job, tracing, what = passes[0], self.opened.tracing, f"loading {self.manifest.url}"
+        job, observers, what = passes[0], self.opened.observers, f"loading {self.manifest.url}"
         try:
             with self.opened.world.step(what, is_long=True) as step:
-                with tracing.span("load", job.matched.start.at_s):
+                with observers.ending("load", job.matched.start.at_s):
                     self._run_rounds(passes[-1], stream_errors)
                     response = _response(passes)
                 step.answer(response)
         finally:
-            tracing.write({"what": what, "bytes_wanted": job.bytes_wanted})
+            observers.close({"what": what, "bytes_wanted": job.bytes_wanted})
         return step.answers
 
     def _run_rounds(self, job: Job, stream_errors: list[BaseException] | None) -> None:

@@ -15,7 +15,7 @@ import xxhash
 
 from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join, separate_call
-from fastload.comm.traces import Tracing
+from fastload.comm.observers import observe
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.memory_tier.flush import EmergencyFlush, flush
@@ -250,7 +250,7 @@ class MemoryTier:
             storage_options=None,
             options=self._job.tier_options,
             raise_earlier=None,
-            tracing=Tracing(world, None),
+            observers=observe(world, None),
             began=began,
             problem=problem,
             pool=self._buffers,

@@ -12,8 +12,8 @@ import torch
 
 from fastload.base.devices import is_accelerator, poll
 from fastload.base.memory import host_view
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers, await_done
-from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.storage import PatientStorage

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import fastload
-from fastload.base.trace import RankTrace, Span, chrome_events, to_json
+from fastload.base.registry import required_extension
 from fastload.base.units import format_bytes, format_duration, format_rate
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
 from fastload.errors import OptionError
@@ -24,7 +24,6 @@ from fastload.planning.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.planning.sharded import ShardedLoad
 from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.storage import locate, open_storage
-from fastload.storage.single_file import write_text
 
 _MOST_TRACED = 64
 _HEADS = (
@@ -124,7 +123,7 @@ def plan(
     by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
     if trace is not None:
         best = min(predictions, key=lambda prediction: prediction.total_s)
-        write_text(trace, to_json(_events(best, asked)))
+        _write_trace(trace, best, asked)
     if as_json:
         print_json(_as_json(shown_path, asked, by_strategy))
     else:
@@ -277,22 +276,22 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bits / 1e9:,.4g} Gbit/s = {format_rate(bytes_per_s)}"
 
 
-def _events(prediction: Prediction, load: _Load) -> Any:
-    """Returns the predicted timeline as a trace of all ranks, or of some if there are many."""
+def _write_trace(path: str, prediction: Prediction, load: _Load) -> None:
+    """Writes the predicted timeline as a trace of all ranks, or of some if there are many."""
     cluster = load.cluster
     step = -(-cluster.num_ranks // _MOST_TRACED)
     readers = set(prediction.plan.readers)
     alone = prediction.decision.strategy == "direct"
     spans = [
-        Span(one.stage, one.begin_s, one.end_s, {"round": one.first_round, "rounds": one.num_rounds})
+        (one.stage, one.begin_s, one.end_s, {"round": one.first_round, "rounds": one.num_rounds})
         for one in prediction.timeline
     ]
-    whole = Span("load", 0.0, prediction.total_s)
-    others = [span for span in spans if span.stage != "read"]
+    whole = ("load", 0.0, prediction.total_s)
+    others = [span for span in spans if span[0] != "read"]
     ranks = {
-        rank: RankTrace(
+        rank: (
             f"host {rank // cluster.ranks_per_host}",
-            (whole, *(spans if alone or rank in readers else others)),
+            [whole, *(spans if alone or rank in readers else others)],
         )
         for rank in range(0, cluster.num_ranks, step)
     }
@@ -302,4 +301,4 @@ def _events(prediction: Prediction, load: _Load) -> Any:
         "num_ranks": cluster.num_ranks,
         "floor_s": _floor_s(load),
     }
-    return chrome_events(ranks, about)
+    required_extension("observers", "trace").load().write_trace(path, ranks, about)
