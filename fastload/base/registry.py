@@ -1,10 +1,12 @@
-"""Extensions of fastload by other packages: entry points of the groups ``fastload.KIND``."""
+"""Extensions: those in ``fastload.ext``, and entry points of the groups ``fastload.KIND`` of any package."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import OptionError
@@ -39,6 +41,24 @@ class Extension:
             return self.point.load()
         except (Exception, SystemExit) as error:
             raise OptionError(f"{self} cannot be imported: {error}") from error
+
+
+def extension_module(name: str) -> ModuleType:
+    """Imports a module of ``fastload.ext``, for a public name that leads there.
+
+    Args:
+        name: Its name below ``fastload.ext``.
+
+    Raises:
+        OptionError: This installation lacks it.
+    """
+    path = f"fastload.ext.{name}"
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # it lacks something else
+        raise OptionError(f"this needs {path}, which this installation of fastload lacks") from None
 
 
 def required_extension(kind: str, name: str) -> Extension:
