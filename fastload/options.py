@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
-from fastload.base.registry import required_extension
+from fastload.base.registry import extension
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class _Options:
             if not (is_open or setting.allows(value)):
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
         if getattr(self, "trace", None) is not None:
-            required_extension("observers", "trace")
+            extension("observers", "trace", "trace=")
 
     @property
     def patience(self) -> Patience:

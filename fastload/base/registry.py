@@ -61,15 +61,24 @@ def extension_module(name: str) -> ModuleType:
         raise OptionError(f"this needs {path}, which this installation of fastload lacks") from None
 
 
-def required_extension(kind: str, name: str) -> Extension:
-    """Returns an extension, without importing it.
+def extension(kind: str, name: str, what: str) -> Any:
+    """Imports an extension.
+
+    Args:
+        kind: As for `extensions`.
+        name: Its name.
+        what: The work that needs it, for messages.
 
     Raises:
-        OptionError: It is not installed.
+        OptionError: It is not installed, or cannot be imported.
     """
-    if name not in extensions(kind):
-        raise OptionError(f"{name!r} needs an extension that is not installed (entry point fastload.{kind})")
-    return extensions(kind)[name]
+    found = extensions(kind).get(name)
+    if found is None:
+        raise OptionError(
+            f"{what} needs the extension {name!r}, which is not installed: install the package that has it "
+            f"among its entry points of fastload.{kind}"
+        )
+    return found.load()
 
 
 @cache

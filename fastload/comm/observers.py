@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from fastload.base.registry import required_extension
+from fastload.base.registry import extension
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import FastloadError
@@ -136,5 +136,5 @@ def observe(world: World, trace: str | os.PathLike[str] | None) -> Observers:
     """
     members = [make(world) for make in _registered]
     if trace is not None:
-        members.append(required_extension("observers", "trace").load().Tracing(world, trace))
+        members.append(extension("observers", "trace", "trace=").Tracing(world, trace))
     return Observers(members)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from fastload.base.registry import extensions, required_extension
+from fastload.base.registry import extension, extensions
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.storage.base import Storage
@@ -73,9 +73,9 @@ class NamedFormat(NamedTuple):
 
 def find_format(files: Sequence[str] | None, head: bytes) -> NamedFormat | None:
     """Asks the formats one after the other; see `Format.recognises`. None if none recognises the path."""
-    for name, extension in extensions(_KIND).items():
+    for name, known in extensions(_KIND).items():
         try:
-            found: Format = extension.load()
+            found: Format = known.load()
         except OptionError as error:  # which the others do not need
             _log.warning("%s", error)
             continue
@@ -90,7 +90,7 @@ def format_named(name: str) -> Format:
     Raises:
         OptionError: It is not installed here, or cannot be imported.
     """
-    found: Format = required_extension(_KIND, name).load()
+    found: Format = extension(_KIND, name, f"a checkpoint of format {name!r}")
     return found
 
 

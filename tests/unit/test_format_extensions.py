@@ -78,7 +78,7 @@ def test_what_no_format_knows_is_an_error_that_names_those_that_were_asked(tmp_p
 
 
 def test_a_rank_without_the_format_says_so(arrays: Path) -> None:
-    with pytest.raises(fastload.OptionError, match="'npy' needs an extension that is not installed"):
+    with pytest.raises(fastload.OptionError, match="format 'npy' needs the extension"):
         formats.format_named("npy")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import fastload
-from fastload.base.registry import required_extension
+from fastload.base.registry import extension
 from fastload.base.units import format_bytes, format_duration, format_rate
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
 from fastload.errors import OptionError
@@ -301,4 +301,4 @@ def _write_trace(path: str, prediction: Prediction, load: _Load) -> None:
         "num_ranks": cluster.num_ranks,
         "floor_s": _floor_s(load),
     }
-    required_extension("observers", "trace").load().write_trace(path, ranks, about)
+    extension("observers", "trace", "--trace").write_trace(path, ranks, about)
