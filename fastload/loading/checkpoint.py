@@ -117,8 +117,9 @@ class Checkpoint:
 
     def prefetch(self) -> None:
         """Begins to read the checkpoint into host memory, in the background; see `fastload.prefetch`."""
+        begin = extension_module("prefetch").prefetch
         with self._call(ends_transfer=False):
-            self._session.prefetch()
+            begin(self._session)
             self._session.opened.world.acknowledge()
 
     def wait(self) -> None:
@@ -129,13 +130,13 @@ class Checkpoint:
             FastloadError: As for `fastload.load`; the same on all ranks.
         """
         with self._call(ends_transfer=False):
-            self._session.await_prefetch()
+            self._session.await_supply()
             self._session.opened.world.acknowledge()
 
     @property
     def is_prefetched(self) -> bool:
         """Whether no read of what this rank prefetches is under way."""
-        return self._session.is_prefetched
+        return self._session.is_supplied
 
     def load(
         self,

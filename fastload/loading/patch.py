@@ -52,7 +52,7 @@ def load(session: Session, request: Request) -> Loaded:
     Raises:
         FastloadError: A rank failed.
     """
-    session.await_prefetch()
+    session.await_supply()
     start = LoadStart.now(session.opened)
     has_own = not request.is_same  # new tensors hold nothing, whatever was in their memory before
     matched = _patched(session, request) if has_own and session.opened.access.deltas else None

@@ -42,6 +42,7 @@ from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
 import fastload.comm.shared_memory
+import fastload.ext.prefetch
 import fastload.ext.staging.stage
 import fastload.ext.streams.save
 import fastload.ext.streams.tensors
