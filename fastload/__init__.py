@@ -8,7 +8,8 @@ from fastload.base.version import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload import world
-from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, verify
+from fastload.api import async_save, inspect, load, open, prefetch, save, verify
+from fastload.base.registry import extension_module
 from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from fastload.ext.checksums.api import seal
     from fastload.ext.redistribute import redistribute
     from fastload.ext.staging.api import stage
+    from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
@@ -120,6 +122,7 @@ __all__ = [
 ]
 
 
+_EXTENSIONS = "fastload.ext."
 # What a load needs nothing of.
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
@@ -129,6 +132,7 @@ _MODULES = {
     "random_state": "fastload.training.random_state",
     "redistribute": "fastload.ext.redistribute",
     "seal": "fastload.ext.checksums.api",
+    "save_stream": "fastload.ext.streams.save",
     "stage": "fastload.ext.staging.api",
     "watch": "fastload.ext.watch",
     "worker_context": "fastload.training.signals",
@@ -141,8 +145,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f"fastload.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return found
+    module = _MODULES[name]
+    is_extension = module.startswith(_EXTENSIONS)
+    found = extension_module(module.removeprefix(_EXTENSIONS)) if is_extension else import_module(module)
+    globals()[name] = getattr(found, name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

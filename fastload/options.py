@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
+from fastload.base.registry import extension
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -217,6 +218,8 @@ class _Options:
             is_open = value is None and getattr(type(self), name, setting.default) is None
             if not (is_open or setting.allows(value)):
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
+        if getattr(self, "trace", None) is not None:
+            extension("observers", "trace", "trace=")
 
     @property
     def patience(self) -> Patience:

@@ -1,14 +1,18 @@
-"""Extensions of fastload by other packages: entry points of the groups ``fastload.KIND``."""
+"""Extensions: those in ``fastload.ext``, and entry points of the groups ``fastload.KIND`` of any package."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from fastload.errors import OptionError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,24 @@ class Extension:
             raise OptionError(f"{self} cannot be imported: {error}") from error
 
 
+def extension_module(name: str) -> ModuleType:
+    """Imports a module of ``fastload.ext``, for a public name that leads there.
+
+    Args:
+        name: Its name below ``fastload.ext``.
+
+    Raises:
+        OptionError: This installation lacks it.
+    """
+    path = f"fastload.ext.{name}"
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # it lacks something else
+        raise OptionError(f"this needs {path}, which this installation of fastload lacks") from None
+
+
 def extension(kind: str, name: str, what: str) -> Any:
     """Imports an extension.
 
@@ -62,4 +84,6 @@ def extension(kind: str, name: str, what: str) -> Any:
 @cache
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any."""
+    from importlib.metadata import entry_points  # most programs ask for none
+
     return {point.name: Extension(kind, point) for point in entry_points(group=f"fastload.{kind}")}

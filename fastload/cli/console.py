@@ -29,6 +29,23 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 
 
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes no parameter
+    """A number with its unit, or a name."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses the text of an option."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except OptionError as error:
+            raise OptionError(f"{param.opts[0] if param else self.name}: {error}") from None
+
+
 class CommandGroup(click.Group):
     """Commands whose errors become one line on stderr, a JSON object with ``--json``, and an exit status.
 

@@ -54,8 +54,8 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
             table.add_row(shown(entry.name), entry.dtype, shape, decimal(entry.nbytes), *where)
     for name, states in sorted(optimizers.items()):
         entries = [manifest.by_name[stored] for stored in {saved.stored for saved in states}]
-        files = sorted({_files_of(entry, manifest) for entry in entries})
-        where = [] if is_single else [files[0] if len(files) == 1 else count(len(files), "file")]
+        places = sorted({_files_of(entry, manifest) for entry in entries})
+        where = [] if is_single else [places[0] if len(places) == 1 else count(len(places), "file")]
         dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
         nbytes = decimal(sum(entry.nbytes for entry in entries))
         table.add_row(f"{shown(name)}: an optimizer", dtypes, count(len(entries), "tensor"), nbytes, *where)

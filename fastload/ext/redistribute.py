@@ -44,7 +44,8 @@ from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import MappedShard
 from fastload.storage import FileStat, PatientStorage, Storage
 from fastload.transfer.plan import StrategyChoice
-from fastload.transfer.routed_plan import HeldRange, Holders, RepeatedPlan, RoutedPlan
+from fastload.transfer.rounds import Plan
+from fastload.transfer.routed_plan import HeldRange, Holders
 
 _WHAT = "redistributing"
 _URL = "the state of the ranks"
@@ -439,7 +440,6 @@ class KeptPlan:
     def of(cls, token: str, inputs: _Inputs, source: _VirtualFile, job: Job) -> KeptPlan | None:
         """Returns the plan of a load that has ended; None if another one needs more than that."""
         matched, writer, plan = job.matched, job.writer, job.pipeline.plan
-        assert isinstance(plan, RoutedPlan)
         assert isinstance(writer, TensorWriter)
         local = [local_of(tensor) for tensor in source.tensors.values()]
         used = [*local, *(each.tensor for each in writer.destinations)]
@@ -455,7 +455,7 @@ class KeptPlan:
             decision=matched.decision,
             backend=matched.backend,
             detour=matched.detour,
-            plan=RepeatedPlan.of(plan, world.rank),
+            plan=plan.repeated(world.rank),
             writer=TensorWriter(destinations),
             bytes_wanted=job.bytes_wanted,
         )
@@ -508,6 +508,6 @@ class _KeptCall:
     decision: StrategyChoice
     backend: str
     detour: str
-    plan: RepeatedPlan
+    plan: Plan
     writer: TensorWriter
     bytes_wanted: int

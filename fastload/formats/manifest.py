@@ -147,7 +147,8 @@ class Manifest:
         structure: The structure of the state, see `fastload.formats.state`; None without one.
         record_digest: xxh3-128 of the commit record, or of the metadata of other programs; else empty.
         index_digest: xxh3-128 of the index of several files; empty without one.
-        format: ``safetensors``, ``fastload``, ``torch``, ``dcp``, ``torch_checkpointing`` or ``deepspeed``.
+        format: ``safetensors``, ``fastload``, ``torch``, ``dcp``, or the name of an extension's, such as
+            ``deepspeed``.
         guards: The guards of data whose layout was inferred, in the order of the bytes.
         heads: The distinct bytes expected before such data.
         delta: Its base, if it is a delta checkpoint; see `fastload.ext.deltas.encoding`.

@@ -25,10 +25,6 @@ STAGED_NAME = ".fastload-stage.json"
 METADATA_NAME = ".metadata"
 """The index of torch.distributed.checkpoint, which it writes last."""
 
-ZERO_FILE = re.compile(
-    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<slice>\d{1,5})_(?P<kind>model|optim)_states\.pt"
-)
-"""The files of a checkpoint of DeepSpeed."""
 SHARDING_NAME = "metadata.pkl"
 """The index of torch_checkpointing."""
 

@@ -1,7 +1,8 @@
 """Finds the format of a path, and reads its manifest.
 
-A format is a module or package in this one. The names of the files tell the format of a directory, the first
-bytes that of a single file. Modules of formats are imported when they are needed. They have some of::
+The names of the files tell the format of a directory, the first bytes that of a single file. If no built-in
+format fits, `extensions` are asked. A built-in format is a module or package in this one, which is imported
+when it is needed. It has some of::
 
     read_folder(storage, names, exact=…)      the manifest of a directory
     read_file(storage, name, stat, exact=…)   the manifest of a single file
@@ -18,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from fastload.errors import CheckpointNotFound, ManifestError
+from fastload.formats.extensions import asked_formats, find_format, format_named
 from fastload.formats.layers import SEAL, layer
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
@@ -34,35 +36,35 @@ from fastload.formats.names import (
     START_BYTES,
     SUFFIX,
     TORCH_ENDINGS,
-    ZERO_FILE,
     ZIP_STARTS,
     metadata_names,
 )
 from fastload.formats.reading import do_at_once, read_bytes
 from fastload.formats.record import is_recorded
 from fastload.formats.safetensors import reader as safetensors
+from fastload.formats.safetensors.header import LENGTH_BYTES
 from fastload.formats.untrusted import show
-from fastload.storage import FileWithSibling, Storage
+from fastload.storage import FileStat, FileWithSibling, Storage
 
+_EXTENSION = ""
 _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # the first that fits is used
     (is_recorded, "record"),
     (lambda names: bool(metadata_names(names)), "dcp.reader"),
     (
+        # Files of the items and ranks of torch_checkpointing, which may look like those of a model.
         lambda names: SHARDING_NAME in names and not {INDEX_NAME, f"model{SUFFIX}"}.intersection(names),
-        "torch_checkpointing",
+        _EXTENSION,
     ),
     (safetensors.has_files, "safetensors.reader"),
-    (lambda names: any(map(ZERO_FILE.fullmatch, names)), "deepspeed"),
     (
         lambda names: any(name in (BIN_NAME, BIN_INDEX_NAME) or BIN_SHARD.fullmatch(name) for name in names),
         "torch_save.folder",
     ),
 )
 _OWN_RECORD = RECORD_NAME, "record"
-_RECORDS = {
-    "dcp": (METADATA_NAME, "dcp.reader"),
-    "torch_checkpointing": (SHARDING_NAME, "torch_checkpointing"),
-}
+_RECORDS = {"dcp": (METADATA_NAME, "dcp.reader")}
+_BUILT_IN = ("fastload", "safetensors", "torch", "dcp")  # `Manifest.format`
+_SAFETENSORS_HEAD = bytes(LENGTH_BYTES) + b"{"
 _FILE_FORMATS = ((ZIP_STARTS, "torch_save.zip_file"), (LEGACY_STARTS, "torch_save.legacy_file"))
 
 
@@ -82,7 +84,7 @@ def look(storage: Storage) -> Sight:
         return Sight.NOTHING if storage.stat("") is None else Sight.CHECKPOINT
     if SAVING_NAME in names and RECORD_NAME not in names:
         return Sight.UNFINISHED
-    return Sight.CHECKPOINT if any(fits(names) for fits, _ in _FOLDER_FORMATS) else Sight.DIRECTORY
+    return Sight.CHECKPOINT if _folder_reader(storage, names) is not None else Sight.DIRECTORY
 
 
 def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True) -> Manifest:
@@ -107,24 +109,53 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
     """
     names = storage.list()
     if names is not None:
-        for fits, module in _FOLDER_FORMATS:
-            if fits(names):
-                manifest = _module(module).read_folder(storage, names, exact=exact)
-                if sealed and SEAL_NAME in names and not manifest.block_bytes:
-                    read_exactly = partial(_module(module).read_folder, storage, names, exact=True)
-                    manifest = layer(SEAL, storage.url).read(storage, manifest, read_exactly)
-                return manifest  # type: ignore[no-any-return]
-        raise CheckpointNotFound(_without_files(storage.url, names))
+        read = _folder_reader(storage, names)
+        if read is None:
+            raise CheckpointNotFound(_without_files(storage.url, names))
+        manifest = read(exact=exact)
+        if sealed and SEAL_NAME in names and not manifest.block_bytes:
+            manifest = layer(SEAL, storage.url).read(storage, manifest, partial(read, exact=True))
+        return manifest
     files = ["", SEAL_NAME] if sealed and isinstance(storage, FileWithSibling) else [""]
     stat, *seals = do_at_once(storage, [partial(storage.stat, name) for name in files])
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
-    file_format = _file_format(storage, "", stat.nbytes)
-    manifest = file_format.read_file(storage, "", stat, exact=exact)
+    read = _file_reader(storage, stat)
+    manifest = read(exact=exact)
     if any(seals):
-        read_exactly = partial(file_format.read_file, storage, "", stat, exact=True)
-        manifest = layer(SEAL, storage.url).read(storage, manifest, read_exactly)
-    return manifest  # type: ignore[no-any-return]
+        manifest = layer(SEAL, storage.url).read(storage, manifest, partial(read, exact=True))
+    return manifest
+
+
+def _folder_reader(storage: Storage, names: Sequence[str]) -> Callable[..., Manifest] | None:
+    """Returns the function that reads a directory, given `exact`; None if no format fits."""
+    module = next((module for fits, module in _FOLDER_FORMATS if fits(names)), _EXTENSION)
+    if module != _EXTENSION:
+        return partial(_read_folder, module, storage, names)
+    found = find_format(names, b"")
+    return partial(found.read, storage, names) if found is not None else None
+
+
+def _read_folder(module: str, storage: Storage, names: Sequence[str], *, exact: bool) -> Manifest:
+    return _module(module).read_folder(storage, names, exact=exact)  # type: ignore[no-any-return]
+
+
+def _file_reader(storage: Storage, stat: FileStat) -> Callable[..., Manifest]:
+    """Returns the function that reads a single file, given `exact`."""
+    head = _head(storage, "", stat.nbytes)
+    if (file_format := _file_format(head)) is None:
+        if (found := find_format(None, head)) is not None:
+            return partial(found.read, storage, None)
+        return partial(_read_unknown, storage, stat)
+    return partial(file_format.read_file, storage, "", stat)
+
+
+def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
+    """Reads a file that no format recognises: says why it is none of safetensors."""
+    try:
+        return safetensors.read_file(storage, "", stat, exact=exact)
+    except ManifestError as error:
+        raise ManifestError(f"{error}; {asked_formats()}") from None
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
@@ -133,34 +164,55 @@ def record_digest(storage: Storage, manifest: Manifest) -> str:
     Raises:
         StorageError: Storage failed.
     """
+    if manifest.format not in _BUILT_IN:
+        found = format_named(manifest.format)
+        return found.digest(storage, found.record)
     _, module = _RECORDS.get(manifest.format, _OWN_RECORD)
     return _module(module).record_digest(storage)  # type: ignore[no-any-return]
 
 
 def record_name(manifest: Manifest) -> str:
     """Returns the name of the file that `record_digest` is of."""
+    if manifest.format not in _BUILT_IN:
+        return format_named(manifest.format).record
     return _RECORDS.get(manifest.format, _OWN_RECORD)[0]
 
 
-def header_digest(storage: Storage, name: str, nbytes: int) -> str:
-    """Returns the `FileEntry.header_digest` of a file on this rank; empty if it is malformed.
+def header_digest(storage: Storage, manifest: Manifest, name: str) -> str:
+    """Returns the `FileEntry.header_digest` of a file on this rank; empty if it is missing or malformed.
 
     Raises:
         StorageError: Storage failed.
     """
+    if manifest.format not in _BUILT_IN:
+        return format_named(manifest.format).digest(storage, name)
+    return file_digest(storage, name)
+
+
+def file_digest(storage: Storage, name: str) -> str:
+    """Returns the `header_digest` of a file of a built-in format."""
+    if (stat := storage.stat(name)) is None:
+        return ""
+    file_format = _file_format(_head(storage, name, stat.nbytes)) or safetensors
     try:
-        return str(_file_format(storage, name, nbytes).header_digest(storage, name, nbytes))
+        return str(file_format.header_digest(storage, name, stat.nbytes))
     except ManifestError:
         return ""
 
 
-def _file_format(storage: Storage, name: str, nbytes: int) -> Any:
-    if not (name or storage.url).endswith(SUFFIX):  # only safetensors files have this name: saves a request
-        head = read_bytes(storage, name, 0, min(nbytes, START_BYTES))
-        for starts, module in _FILE_FORMATS:
-            if head.startswith(starts):
-                return _module(module)
-    return safetensors
+def _head(storage: Storage, name: str, nbytes: int) -> bytes:
+    """Returns the first bytes of a file, which tell its format; of safetensors, as its name tells it."""
+    if (name or storage.url).endswith(SUFFIX):  # saves a request
+        return _SAFETENSORS_HEAD
+    return read_bytes(storage, name, 0, min(nbytes, START_BYTES))
+
+
+def _file_format(head: bytes) -> Any:
+    """Returns the built-in format of files that begin like this, if any."""
+    for starts, module in _FILE_FORMATS:
+        if head.startswith(starts):
+            return _module(module)
+    return safetensors if head[LENGTH_BYTES:].startswith(b"{") else None
 
 
 def _module(name: str) -> Any:
@@ -173,4 +225,4 @@ def _without_files(url: str, names: Sequence[str]) -> str:
         found += ": to load a file of torch.save, name it"
     elif "latest" in names:
         found += ": to load a checkpoint of DeepSpeed, name the directory of a step"
-    return f"{url}: no *{SUFFIX} files in this directory; {found}"
+    return f"{url}: no *{SUFFIX} files in this directory; {found}; {asked_formats()}"

@@ -412,7 +412,7 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str,
                     is_copy,
                 )
             same_record = True
-        elif header_digest(storage, file.name, file.nbytes) != file.header_digest:
+        elif header_digest(storage, manifest, file.name) != file.header_digest:
             return f"sees {label} with another header than rank {source}: not the same file", is_copy
     return "", is_copy
 

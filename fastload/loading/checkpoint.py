@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakSet
 
 import torch
 
+from fastload.base.registry import extension_module
 from fastload.base.threads import ProcessLock
 from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
@@ -22,9 +23,21 @@ from fastload.options import LoadOptions
 from fastload.report import LoadReport, VerifyReport
 
 if TYPE_CHECKING:
+    from fastload.ext.streams.tensors import BoxSelection, TensorStream
     from fastload.loading.match import BoxesByName
     from fastload.loading.selection import Outline
-    from fastload.loading.stream import BoxSelection, BoxStreamTransfer, StreamTransfer, TensorStream
+
+
+class Transfer(Protocol):
+    """A transfer that goes on after the call that began it, such as a stream; the next call ends it."""
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Takes part no longer, but does its part for the other ranks; an error ends it on all ranks."""
+        ...
+
+    def wait(self) -> None:
+        """Waits for its end on this rank, after it has left."""
+        ...
 
 
 class Checkpoint:
@@ -37,7 +50,7 @@ class Checkpoint:
     _opening: ClassVar[ProcessLock] = ProcessLock()
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
-        self._stream: StreamTransfer | BoxStreamTransfer | None = None
+        self._transfer: Transfer | None = None
         self._session = Session(world, access, options)
         self._turn = threading.RLock()
         with self._opening:
@@ -61,7 +74,7 @@ class Checkpoint:
     @property
     def trace_error(self) -> FastloadError | None:
         """Why rank 0 could not write the trace of the last `load`, or None. It fails no load."""
-        return self._session.opened.tracing.error
+        return self._session.opened.observers.error
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -70,16 +83,17 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._session.is_inherited:
-            if self._stream is not None:
-                self._stream.leave(error)
+            if self._transfer is not None:
+                self._transfer.leave(error)
             elif error is not None:
                 self._session.leave(error)
         self.close()
 
     def __del__(self) -> None:
-        # Of a stream between devices, which leaves only when the caller says so, or has dropped everything.
-        if self._stream is not None and not self._session.is_inherited and threading.main_thread().is_alive():
-            self._stream.leave()
+        # Between devices it leaves only when the caller says so, or has dropped everything.
+        transfer, is_own = self._transfer, not self._session.is_inherited
+        if transfer is not None and is_own and threading.main_thread().is_alive():
+            transfer.leave()
 
     def close(self) -> None:
         """Releases files and connections, those of a read under way as soon as it ends.
@@ -89,7 +103,7 @@ class Checkpoint:
         """
         if self._session.is_inherited:
             return
-        self._end_stream()
+        self._end_transfer()
         with self._opening:
             self._all_open.discard(self)
         self._session.close()
@@ -102,8 +116,9 @@ class Checkpoint:
 
     def prefetch(self) -> None:
         """Begins to read the checkpoint into host memory, in the background; see `fastload.prefetch`."""
-        with self._call(ends_stream=False):
-            self._session.prefetch()
+        begin = extension_module("prefetch").prefetch
+        with self._call(ends_transfer=False):
+            begin(self._session)
             self._session.opened.world.acknowledge()
 
     def wait(self) -> None:
@@ -113,14 +128,14 @@ class Checkpoint:
             ChecksumError: Bytes differ from those that were written.
             FastloadError: As for `fastload.load`; the same on all ranks.
         """
-        with self._call(ends_stream=False):
-            self._session.await_prefetch()
+        with self._call(ends_transfer=False):
+            self._session.await_supply()
             self._session.opened.world.acknowledge()
 
     @property
     def is_prefetched(self) -> bool:
         """Whether no read of what this rank prefetches is under way."""
-        return self._session.is_prefetched
+        return self._session.is_supplied
 
     def load(
         self,
@@ -203,34 +218,31 @@ class Checkpoint:
             MismatchError: There is no tensor of some name, or no such box.
             FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
         """
-        from fastload.loading.stream import TensorStream, stream_boxes, stream_tensors
-
+        streams = extension_module("streams.tensors")
         access = self._session.opened.access
         if access.logical is not access.stored:
             raise OptionError("streams hand out tensors as stored: open the checkpoint without dequantize")
         with self._call():
-            if boxes is not None:
-                self._stream = stream_boxes(self._session, names, boxes, device)
-            else:
-                self._stream = stream_tensors(self._session, names, device, borrow=borrow)
-        return TensorStream(self, self._session, self._stream)
+            self._transfer = streams.prepare_stream(self._session, names, device, boxes, borrow=borrow)
+        stream: TensorStream = streams.TensorStream(self, self._session, self._transfer)
+        return stream
 
     @contextmanager
-    def _call(self, *, ends_stream: bool = True) -> Iterator[None]:
+    def _call(self, *, ends_transfer: bool = True) -> Iterator[None]:
         """Makes a call of all ranks, once those of other threads have ended."""
         self._session.require_own()  # first: in a forked child a lock may be held for ever
         with self._turn:
-            if ends_stream:
-                self._end_stream()
+            if ends_transfer:
+                self._end_transfer()
             with self._session.usable():
                 yield
 
-    def _end_stream(self) -> None:
-        """Leaves the stream that is under way, and waits until the other ranks have their tensors."""
-        if self._stream is not None:
-            self._stream.leave()
-            self._stream.wait()
-            self._stream = None
+    def _end_transfer(self) -> None:
+        """Leaves the transfer that is under way, and waits until the other ranks have their tensors."""
+        if self._transfer is not None:
+            self._transfer.leave()
+            self._transfer.wait()
+            self._transfer = None
 
     def outline(self) -> Outline:
         """Returns the state without the data of its tensors, for plugins. A call of all ranks.

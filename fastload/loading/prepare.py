@@ -23,7 +23,7 @@ from fastload.base.memory import PAGE_BYTES, uncollected
 from fastload.base.state_copies import state_copies
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
-from fastload.comm.traces import Tracing
+from fastload.comm.observers import Observers
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.manifest import Manifest
@@ -32,14 +32,15 @@ from fastload.loading.access import Access
 from fastload.loading.match import Match, Request
 from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions, named_staging
-from fastload.transfer.buffers import Plan, Writer
+from fastload.transfer.buffers import Writer
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, pace_of
-from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
+from fastload.transfer.plan import StrategyChoice, choose_strategy, plan_transfer
 from fastload.transfer.read import ChecksumCollector, ChunkReader, Guards, Verifier
-from fastload.transfer.routed_plan import RoutedPlan, plan_routes
+from fastload.transfer.rounds import Plan
+from fastload.transfer.routed_plan import plan_routes
 from fastload.transfer.transport import Transport
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Opened:
         access: The checkpoint and its readers.
         options: How to load.
         verifier: Knows the checksum blocks; None if they are not verified.
-        tracing: Records the loads.
+        observers: Observe the loads.
         header_bytes: Bytes that this rank read to open it.
         num_retries: Retries that earlier loads have reported.
     """
@@ -63,7 +64,7 @@ class Opened:
     access: Access
     options: LoadOptions
     verifier: Verifier | ChecksumCollector | None
-    tracing: Tracing
+    observers: Observers
     header_bytes: int
     num_retries: int = 0
 
@@ -398,7 +399,7 @@ def open_job(matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: Wri
     """
     opened, options, access = matched.opened, matched.opened.options, matched.opened.access
     shared = matched.decision.alone and opened.ranks_on_host > 1
-    reader = opened.open_reader(plan, in_parts=not isinstance(plan, TransferPlan), shared=shared)
+    reader = opened.open_reader(plan, in_parts=plan.reads_in_parts, shared=shared)
     writer = writer or matched.match.writer or TensorWriter(matched.match.destinations, opened.cores)
     pipeline = Pipeline(
         opened.world,
@@ -410,7 +411,7 @@ def open_job(matched: MatchedRequest, plan: Plan, bytes_wanted: int, writer: Wri
         backend="" if matched.decision.alone else matched.backend,
         progress=options.progress,
     )
-    opened.tracing.follow(pipeline.watches)
+    opened.observers.follow(pipeline.watches)
     return Job(matched, bytes_wanted, writer, pipeline)
 
 
@@ -471,8 +472,7 @@ def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[by
 def terms_of(job: Job) -> dict[str, Any]:
     """Returns what the ranks compare of a job that each has opened, and how they connect."""
     plan, transport = job.pipeline.plan, job.pipeline.transport
-    is_own = job.matched.decision.alone and isinstance(plan, RoutedPlan)
-    digest = "each rank its own" if is_own else plan.digest()
+    digest = plan.digest(alone=job.matched.decision.alone)
     return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
 
 
@@ -500,7 +500,6 @@ def open_rest(job: Job, unread_from: Mapping[int, int]) -> Job:
         FastloadError: No rank can read it.
     """
     plan = job.pipeline.plan
-    assert isinstance(plan, RoutedPlan)
     lacking = [(at, rank) for rank, first in unread_from.items() for at in range(first, plan.num_rounds)]
     rest = plan.without(unread_from, lacking, plan.num_rounds)
     if rest is None:

@@ -9,20 +9,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from fastload.base.devices import is_accelerator
 from fastload.base.threads import raise_first
 from fastload.comm.failures import kinds_of
+from fastload.comm.observers import observe
 from fastload.comm.responses import Each, Reports
-from fastload.comm.traces import Tracing
 from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.aliases import raise_differing
+from fastload.loading.background_reads import BackgroundReads
 from fastload.loading.match import Match, Request
-from fastload.loading.prefetch import BackgroundReads, Prefetch
 from fastload.loading.prepare import Job, LoadStart, Opened, accept, open_rest, prepare, terms_of
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
@@ -45,6 +45,47 @@ class Loaded:
     result: Any
 
 
+class Supply(NamedTuple):
+    """Bytes of a checkpoint in the memory of the ranks.
+
+    Attributes:
+        held: Those of this rank.
+        holders: Which ranks can deliver each byte, from memory or from storage; the same on all ranks.
+    """
+
+    held: HeldBytes
+    holders: Holders
+
+
+class Supplier(Protocol):
+    """Gets bytes of a checkpoint into the memory of the ranks before they are loaded."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has all that it is to have, so that `wait` does not wait for it."""
+        ...
+
+    def wait(self, session: Session) -> None:
+        """Waits until all ranks have what they are to have, verified. A call of all ranks.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        ...
+
+    def supply(self) -> Supply | None:
+        """Returns what it has got, after `wait`; None if loads are to read storage."""
+        ...
+
+    def covers(self, manifest: Manifest) -> bool:
+        """Whether it can still serve, now that layouts were read again."""
+        ...
+
+    def close(self, *, wait_s: float) -> None:
+        """Ends what it has under way."""
+        ...
+
+
 class Session:
     """Loads from an open checkpoint. After a failure the ranks may be anywhere: no other load is possible.
 
@@ -56,21 +97,21 @@ class Session:
     Attributes:
         opened: The checkpoint as the next load finds it.
         report: The report of the last load, or None.
+        supplier: Has bytes in memory for the loads; None without one.
         has_failed: Whether a load has failed.
         is_closed: Whether it is closed.
     """
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         verifier = Verifier(access.stored) if access.stored.block_bytes and options.verify else None
-        tracing = Tracing(world, options.trace)
-        tracing.synchronize(access.hosts)
-        self.opened = Opened(world, access, options, verifier, tracing, access.storage.bytes_read)
+        observers = observe(world, options.trace)
+        observers.begin(access.hosts)
+        self.opened = Opened(world, access, options, verifier, observers, access.storage.bytes_read)
         self.report: LoadReport | None = None
+        self.supplier: Supplier | None = None
         self.has_failed = False
         self.is_closed = False
         self._opened_in = os.getpid()
-        self._prefetch: Prefetch | None = None  # until all ranks have read their shares
-        self._held: tuple[HeldBytes, Holders] | None = None  # from then on
         self._parts: dict[int, Session] = {}  # those of `Access.parts` that are in use
 
     @property
@@ -121,54 +162,30 @@ class Session:
 
     def close(self) -> None:
         """Closes storage, once no read is under way."""
-        self.is_closed, self._held = True, None
-        self._end_prefetch()
+        self.is_closed = True
+        self.drop_supplier()
         self.opened.access.storage.close()
 
-    def prefetch(self) -> None:
-        """Begins to read this rank's share into host memory, on all ranks.
-
-        Raises:
-            FastloadError: A rank failed.
-        """
-        if self._prefetch is not None or self._held is not None:
-            return
-        if self.opened.access.parts:  # a model that holds the others needs no more
-            self.part(0).prefetch()
-            return
-        try:
-            with self.opened.world.step(f"prefetching {self.stored.url}"):
-                self._prefetch = Prefetch(self.opened)
-        except BaseException:
-            self._end_prefetch()
-            raise
-
-    def await_prefetch(self) -> None:
-        """Waits until all ranks have read and verified their shares, if they are being read.
+    def await_supply(self) -> None:
+        """Waits until its supplier has what it is to have on all ranks; see `Supplier.wait`.
 
         Raises:
             FastloadError: A rank failed.
         """
         for session in self._parts.values():
-            session.await_prefetch()
-        while (prefetch := self._prefetch) is not None:
+            session.await_supply()
+        if self.supplier is not None:
             try:
-                with self.opened.world.step(f"prefetching {self.stored.url}", is_long=True) as step:
-                    held = prefetch.wait(self.opened.world)
-                    step.answer(prefetch.reader.is_misread)
-            finally:
-                self._end_prefetch()
-            if any(step.answers):
-                self.reopen_exactly()
-                self.prefetch()
-            else:
-                self._held = held, prefetch.holders()
+                self.supplier.wait(self)
+            except BaseException:
+                self.drop_supplier()
+                raise
 
     @property
-    def is_prefetched(self) -> bool:
-        """Whether no read of what this rank prefetches is under way."""
-        is_done = self._prefetch is None or self._prefetch.is_done
-        return is_done and all(session.is_prefetched for session in self._parts.values())
+    def is_supplied(self) -> bool:
+        """Whether its supplier, if any, has on this rank what it is to have."""
+        is_done = self.supplier is None or self.supplier.is_done
+        return is_done and all(session.is_supplied for session in self._parts.values())
 
     def part(self, number: int) -> Session:
         """Returns a part as it is stored, open by itself, by its number in `Access.parts`."""
@@ -187,18 +204,19 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
-        self.await_prefetch()
+        self.await_supply()
         start, match = LoadStart.now(self.opened), None
         for layer in self.opened.access.layers:
             match = match or layer.serve(self, request)
         return self.load(request, match, start=start)
 
-    def _end_prefetch(self) -> None:
+    def drop_supplier(self) -> None:
+        """Ends what its supplier has under way, and releases its memory."""
         for session in self._parts.values():
-            session._end_prefetch()
-        pending, self._prefetch = self._prefetch, None
-        if pending is not None:
-            pending.close(wait_s=min(1.0, self.opened.world.grace_s))
+            session.drop_supplier()
+        supplier, self.supplier = self.supplier, None
+        if supplier is not None:
+            supplier.close(wait_s=min(1.0, self.opened.world.grace_s))
 
     def load(
         self,
@@ -219,12 +237,12 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
-        self.await_prefetch()
+        self.await_supply()
         start = start or LoadStart.now(self.opened)
         while True:
             opened = self.opened
-            if self._held is not None:
-                held, holders = self._held
+            if self.supplier is not None and (supply := self.supplier.supply()) is not None:
+                held, holders = supply
                 opened = replace(opened, access=replace(opened.access, held=held, holders=holders))
             if staging_bytes is not None:  # for a part of a stream, in new memory
                 options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
@@ -328,15 +346,15 @@ class Session:
         self, passes: Sequence[Job], stream_errors: list[BaseException] | None
     ) -> list[dict[str, Any]]:
         """Moves the data of the last pass on all ranks; returns their responses."""
-        job, tracing, what = passes[0], self.opened.tracing, f"loading {self.stored.url}"
+        job, observers, what = passes[0], self.opened.observers, f"loading {self.stored.url}"
         try:
             with self.opened.world.step(what, is_long=True) as step:
-                with tracing.span("load", job.matched.start.at_s):
+                with observers.ending("load", job.matched.start.at_s):
                     self._run_rounds(passes[-1], stream_errors)
                     response = _response(passes)
                 step.answer(response)
         finally:
-            tracing.write({"what": what, "bytes_wanted": job.bytes_wanted})
+            observers.close({"what": what, "bytes_wanted": job.bytes_wanted})
         return step.answers
 
     def _run_rounds(self, job: Job, stream_errors: list[BaseException] | None) -> None:
@@ -386,8 +404,8 @@ class Session:
     def reopen_exactly(self) -> None:
         """Reads the layouts that the manifest has inferred."""
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
-        if self._held is not None and self._held[1].lacking(self.stored.extents):
-            self._held = None
+        if self.supplier is not None and not self.supplier.covers(self.stored):
+            self.supplier = None
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:

@@ -51,7 +51,7 @@ from fastload.geometry.ranges import HasRange
 from fastload.planning.cluster import Cluster, Requests
 from fastload.planning.exchange import Level, exchange_costs
 from fastload.transfer.plan import StrategyChoice, TransferPlan, plan_transfer
-from fastload.transfer.routed_plan import RoutedPlan
+from fastload.transfer.rounds import Plan
 
 STRATEGIES = ("allgather", "broadcast", "direct")
 
@@ -86,7 +86,7 @@ class Prediction:
     """
 
     decision: StrategyChoice
-    plan: TransferPlan | RoutedPlan
+    plan: Plan
     total_s: float
     storage_bytes: int
     exchanged_bytes: int

@@ -122,7 +122,7 @@ def describe(call: SaveCall, state: Any) -> RankState:
     if options.check_replicas == "small" and shard_map is not None and world.size > 1:
         how, plain = _how(call, content), tensors.keys() - sharded.keys()
         digests = how.of(layout, shard_map, reader, world.rank, limit_s=world.patience_s, skip=plain)
-    call.tracing.follow({"snapshot": reader.watch})
+    call.observers.follow({"snapshot": reader.watch})
     own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
     return RankState(content, layout, reader, own, shard_map, digests, strides_of(tensors))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.base.registry import extension
 from fastload.comm.group import Meeting
-from fastload.comm.traces import Tracing
+from fastload.comm.observers import Observers, observe
 from fastload.comm.world import World
 from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.options import Patience, SaveOptions
@@ -42,7 +42,7 @@ class SaveCall:
         storage_options: Options of the target.
         options: How to save.
         raise_earlier: Raises the error of an earlier save, if any; None if no rank can have one.
-        tracing: Records the save.
+        observers: Observe the save.
         began: `time.perf_counter` of the call.
         pool: Lends the memory of its snapshot.
         queued: Its place among the saves of a training; None to write at once.
@@ -59,7 +59,7 @@ class SaveCall:
     storage_options: Mapping[str, Any] | None
     options: SaveOptions
     raise_earlier: Callable[[], None] | None
-    tracing: Tracing
+    observers: Observers
     began: float
     pool: BufferPool = buffer_pool
     queued: QueuedSave | None = None
@@ -144,7 +144,7 @@ def make_call(
         storage_options=storage_options,
         options=chosen,
         raise_earlier=raise_earlier,
-        tracing=Tracing(world, chosen.trace),
+        observers=observe(world, chosen.trace),
         began=began,
         pool=queued.queue.pool if queued is not None else buffer_pool,
         queued=queued,

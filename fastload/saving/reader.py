@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastload.base.devices import DeviceStreams, accelerators_of
 from fastload.base.memory import borrowed, byte_view, copy_flat, copy_run, host_view
-from fastload.base.trace import Stopwatch
+from fastload.base.stopwatch import Stopwatch
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, mesh_of, narrowed
 from fastload.saving.layout import Layout

@@ -235,7 +235,7 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
 def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> FinishedSave:
     """Writes the files, and publishes the checkpoint."""
     world = call.world
-    call.tracing.synchronize(agreed.hosts)
+    call.observers.begin(agreed.hosts)
     with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
         planned = PlannedWrite(begun.plan, begun.snapshot)
         if call.transform is not None:
@@ -244,11 +244,11 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     try:
         # Not a long step: a commit does not notice that another one has failed, and may take long.
         with world.step(f"{call.what}: publishing") as step:
-            with call.tracing.span("save", call.began):
+            with call.observers.ending("save", call.began):
                 response = _publish(call, begun, planned, written, agreed, waited_s)
             step.answer(response)
     finally:
-        call.tracing.write({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
+        call.observers.close({"what": call.what, "nbytes": planned.plan.state.layout.nbytes})
     return finished_save(call, _report(call, planned, step.answers), step.answers)
 
 
@@ -266,7 +266,7 @@ def _publish(
     own = PerRankFiles()
     if world.rank == plan.group.leader:
         own = commit(call, plan, written, agreed, planned.delta)
-        call.tracing.add("commit", began)
+        call.observers.add("commit", began)
     return published_response(call, begun, plan, written, own, began, waited_s)
 
 

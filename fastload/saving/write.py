@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import xxhash
 
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import OptionError, StorageError
 from fastload.formats.manifest import Delta
@@ -160,7 +160,7 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None) -> WriteRes
         num_threads=plan.num_writes,
         progress=options.progress,
     )
-    call.tracing.follow({"write": writer.watch})
+    call.observers.follow({"write": writer.watch})
     assembler = PartAssembler(world, plan, snapshot, wire)
     comparison, has_copies = plan.state.on_devices, len(plan.leaders) > 1
     try:

@@ -6,7 +6,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +15,8 @@ from fastload.base.devices import copy_async
 from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.messages import Message, Route, joined
-from fastload.transfer.plan import TransferPlan, TransferView
-from fastload.transfer.routed_plan import RoutedPlan, RoutedView
+from fastload.transfer.rounds import Plan, View
 from fastload.transfer.transport import Delivery, OwnChunk, Round, Slots, Transport
-
-Plan: TypeAlias = TransferPlan | RoutedPlan
-View: TypeAlias = TransferView | RoutedView
 
 LEAST_PIECE_BYTES = 16 << 10  # on average; reading into shorter pieces takes longer than copying them
 _ALIGNED_BYTES = 64
@@ -97,16 +93,14 @@ class Buffers:
         buffer_bytes, own_bytes = plan.buffer_bytes, plan.own_bytes
         if not (plan.exchanges or self._on_device):  # a rank's own chunks are all there is
             buffer_bytes = 0
-        num_buffers = self.depth = min(plan.depth, plan.num_rounds)
+        depth = max(1, plan.depth_on_device) if self._on_device else plan.depth
+        num_buffers = self.depth = min(depth, plan.num_rounds)
         if transport.shares_memory:
             # One more than rounds in flight, since other ranks of the host may be a round behind. Also where
             # each round has its own, since a reader that drops out adds rounds.
             num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
             self.depth = num_buffers - 1
             buffer_bytes = _with_directory(buffer_bytes)
-        if self._on_device and isinstance(plan, RoutedPlan):  # which has counted no chunks in host memory
-            fitting = max(1, plan.staging_bytes // (buffer_bytes + own_bytes))
-            num_buffers = self.depth = min(self.depth, fitting)
         self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
         transport.allocate_all(num_buffers, buffer_bytes)
         self._own = _OwnMemory(transport, num_buffers, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
@@ -117,9 +111,10 @@ class Buffers:
 
         If the ranks of a host share them, the part of one rank.
         """
-        plan, num_buffers = self._plan, len(self._buffers)
-        if isinstance(plan, TransferPlan) and plan.num_sharing > 1:
-            return num_buffers * plan.part_bytes + plan.part_of(self._own.nbytes(num_buffers))
+        num_buffers = len(self._buffers)
+        part = self._plan.shared_part(num_buffers, self._own.nbytes(num_buffers))
+        if part is not None:
+            return part
         return self._own.nbytes() + sum(each.most_bytes for each in self._buffers)
 
     @property
@@ -183,8 +178,8 @@ class Buffers:
         if self._transport.shares_memory:
             shared = [way for _, way in (*outgoing, *incoming) if way.is_shared and way.holder == self._rank]
             directory = _Directory.make(room, self._transport.memory_of(self._rank), len(shared))
-        if self._on_device and isinstance(plan, TransferPlan):
-            work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
+        if self._on_device and (slots := plan.slots(index)) is not None:
+            work.slots = room.cut(slots)
         if work.own is not None and work.slots is not None:  # all messages are the chunk
             data = work.slots.each[self._rank][: work.own.memory[0].numel()]
             work.packed = [Delivery(message, way, data) for message, way in outgoing]

@@ -24,7 +24,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded
 from fastload.transfer.communicators import Communicators, all_gather, broadcast, join_stream
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
-from fastload.transfer.routed_plan import RoutedPlan
+from fastload.transfer.rounds import Plan
 from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transport, require_unbroken
 
 
@@ -151,11 +151,11 @@ class DeviceTransport(_BackendTransport):
         world: The ranks.
         device: This rank's accelerator, with its index.
         backend: The backend, as `comm.group.backend_of` returns it.
-        hosts: Host of each rank.
+        grid: The positions of the ranks.
     """
 
-    def __init__(self, world: World, device: torch.device, backend: str, hosts: Sequence[str]) -> None:
-        self._grid = Grid.of(hosts)
+    def __init__(self, world: World, device: torch.device, backend: str, grid: Grid) -> None:
+        self._grid = grid
         axes = {phase: self._grid.axis(world.rank, phase) for phase in range(self._grid.num_phases)}
         members = {phase: ranks for phase, ranks in axes.items() if len(ranks) > 1}
         communicators = Communicators(world, f"grid {self._grid.dims}", members, device, backend)
@@ -385,7 +385,7 @@ def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
         join_stream(group, work)
 
 
-def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
+def groups_of(plan: Plan) -> tuple[Ranks, ...]:
     """Returns the groups that need a communicator, ascending; the same on all ranks.
 
     These are the recipients of each message, and all ranks if some reader is no recipient. The result is
@@ -395,18 +395,13 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     Args:
         plan: The plan.
     """
-    if plan.buffer_bytes + plan.own_bytes > plan.staging_bytes:
+    if not plan.depth_on_device:
         return ()
     groups = {ranks for ranks in plan.groups if len(ranks) > 1}
     counts = Counter(rank for ranks in groups for rank in ranks)
     if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
         return ()
-    needs_all = any(
-        not of_group <= set(ranks)
-        for group, of_group in plan.readers_of.items()
-        for ranks in plan.sharing.densities[group]
-    )
-    return tuple(sorted(groups | {tuple(sorted(plan.order))} if needs_all else groups))
+    return tuple(sorted(groups | {tuple(sorted(plan.order))} if plan.has_mere_readers else groups))
 
 
 def sent_to_roots(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:

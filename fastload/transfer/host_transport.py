@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.base.trace import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.comm.shared_memory import HostMemory
 from fastload.comm.world import World

@@ -12,16 +12,15 @@ import torch
 
 from fastload.base.devices import is_accelerator, poll
 from fastload.base.memory import host_view
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers, await_done
-from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.storage import CheckpointReader
-from fastload.transfer.buffers import Arrival, Buffers, Plan, Writer
+from fastload.transfer.buffers import Arrival, Buffers, Writer
 from fastload.transfer.pace import Pace
-from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.routed_plan import RoutedPlan
+from fastload.transfer.rounds import Plan
 from fastload.transfer.transport import (
     FAILED,
     UNREADABLE,
@@ -37,13 +36,13 @@ def _open_transport(
 ) -> Transport:
     """Opens the transport that fits a plan and the device; arguments are those of `Pipeline`."""
     pinned = device is not None and is_accelerator(device)
-    if backend and device is not None and isinstance(plan, TransferPlan):
+    if backend and device is not None and plan.grid is not None:
         from fastload.transfer.device_transport import DeviceTransport
 
-        return DeviceTransport(world, device, backend, plan.hosts)
+        return DeviceTransport(world, device, backend, plan.grid)
     if not plan.exchanges:
         return LocalTransport(world.rank, pinned=pinned)
-    if backend and device is not None and isinstance(plan, RoutedPlan):
+    if backend and device is not None:
         from fastload.transfer.device_transport import RoutedDeviceTransport, groups_of
 
         if groups := groups_of(plan):

@@ -36,8 +36,9 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, merged
 from fastload.options import named_staging
-from fastload.transfer.messages import Message, Ranks, joined, ring_order
+from fastload.transfer.messages import Grid, Message, Ranks, joined, ring_order
 
+_MOST_COUNTED = 100_000  # chunks whose lengths are summed one by one
 _NEAR = 1.42  # so that a power of 2 is always near
 
 
@@ -429,7 +430,7 @@ class TransferPlan:
         hosts: Host of each rank; empty if each is on a host of its own.
         num_sharing: Ranks that share their buffers.
         num_own: Chunks of a reader for which there is memory, those of rounds in flight included.
-        in_lockstep: Whether all ranks learn of an unreadable chunk in the same round.
+        in_lockstep, reads_in_parts: See `Plan`.
     """
 
     ranges: tuple[ByteRange, ...]
@@ -446,6 +447,7 @@ class TransferPlan:
     num_sharing: int = 1
     num_own: int = 1
     in_lockstep: ClassVar[bool] = True
+    reads_in_parts: ClassVar[bool] = False
 
     @cached_property
     def windows(self) -> ReaderWindows:
@@ -456,6 +458,16 @@ class TransferPlan:
     def exchanges(self) -> bool:
         """Whether any rank receives bytes that another one reads."""
         return _exchanges(self.readers, self.recipients)
+
+    @property
+    def has_mere_readers(self) -> bool:
+        """Whether some rank reads bytes that it does not receive."""
+        return not set(self.readers) <= set(self.recipients)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid along which devices pass on each chunk."""
+        return Grid.of(self.hosts)
 
     @property
     def order(self) -> Sequence[int]:
@@ -482,6 +494,19 @@ class TransferPlan:
         num_chunks = -(-left // self._chunk_bytes_of_cycle(num_cycles))
         begun = (window for window in range(self.num_windows) if self.windows.first(window) < num_chunks)
         return num_cycles * self.num_windows + sum(1 for _ in begun)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that one reader reads; of plans with many chunks an upper bound."""
+        if self.num_rounds * len(self.readers) > _MOST_COUNTED:
+            return self._share_bytes + self.chunk_bytes_of(self.num_rounds - 1)
+        rounds = range(self.num_rounds)
+        return max(sum(self.chunk(index, rank).nbytes for index in rounds) for rank in self.readers)
+
+    @property
+    def depth_on_device(self) -> int:
+        """Rounds in flight with buffers on a device: `num_own` counts the chunks in host memory."""
+        return self.depth
 
     @property
     def num_reads(self) -> int:
@@ -555,6 +580,10 @@ class TransferPlan:
         wanted = self.ranges[index].start + position - self._space.starts[index]
         return position - wanted + self.blocks.floor(wanted)  # an each begins with a block
 
+    def slots(self, index: int) -> dict[int, int]:
+        """Returns the bytes of a buffer that each reader's chunk of a round takes."""
+        return self.slot_sizes(index, self.chunks(index))
+
     def slot_sizes(self, round_index: int, chunks: Mapping[int, Chunk]) -> dict[int, int]:
         """Returns the bytes of a buffer that each chunk of a round takes: complete pages.
 
@@ -578,10 +607,11 @@ class TransferPlan:
         """Size of a buffer that holds a round; ranks that share memory have it once."""
         return self._round_size.nbytes(self.chunk_bytes)
 
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of one rank's part of a buffer."""
-        return self._round_size.part_bytes(self.chunk_bytes)
+    def shared_part(self, num_buffers: int, own_bytes: int) -> int | None:
+        """Returns the bytes of one rank's part of memory that ranks share; see `Plan.shared_part`."""
+        if self.num_sharing == 1:
+            return None
+        return num_buffers * self._round_size.part_bytes(self.chunk_bytes) + self.part_of(own_bytes)
 
     def part_of(self, own_bytes: int) -> int:
         """Returns the bytes of one rank's part of what each reader reads beside the buffers."""
@@ -608,16 +638,7 @@ class TransferPlan:
     def without(
         self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
     ) -> TransferPlan | None:
-        """Returns the plan for the remaining bytes when readers drop out.
-
-        Args:
-            broken: The readers that drop out.
-            lacking: (round, rank) of chunks that are missing in rounds that are over.
-            num_posted: Number of rounds that are over; later ones have not begun and are dealt again.
-
-        Returns:
-            A plan that needs no larger buffers than this one, or None if no reader is left.
-        """
+        """Returns the plan for the remaining bytes when readers drop out; see `Plan.without`."""
         readers = tuple(rank for rank in self.readers if rank not in broken)
         if not readers:
             return None
@@ -663,6 +684,10 @@ class TransferPlan:
         """Returns the plan as one rank sees it."""
         return TransferView(self, rank)
 
+    def repeated(self, rank: int) -> TransferPlan:
+        """Returns the plan itself, whose messages are quickly computed."""
+        return self
+
     @property
     def groups(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""
@@ -674,8 +699,8 @@ class TransferPlan:
             if rank == reader or rank in self.recipients:
                 yield reader, self.recipients
 
-    def digest(self) -> str:
-        """xxh3-128 of the plan, for comparison between ranks."""
+    def digest(self, *, alone: bool = False) -> str:
+        """xxh3-128 of the plan, for comparison between ranks; of its bytes if nothing is exchanged."""
         if not self.exchanges:  # each rank goes its own way
             return xxhash.xxh3_128_hexdigest(json.dumps(self.ranges).encode())
         ranks = [self.readers, self.recipients]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import copy_flat
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.base.trace import Stopwatch
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import checksum

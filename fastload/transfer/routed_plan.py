@@ -159,7 +159,7 @@ class RoutedPlan:
         buffer_bytes: Most bytes that a rank needs for a round.
         staging_bytes: Most bytes for all buffers of one rank together.
         holders: The bytes that each reader can deliver; None if each can deliver all.
-        in_lockstep, ahead, num_windows, num_own: See `TransferPlan`.
+        in_lockstep, reads_in_parts, grid, ahead, num_windows: See `Plan`.
     """
 
     sharing: SharingGroups
@@ -172,6 +172,8 @@ class RoutedPlan:
     staging_bytes: int
     holders: Holders | None = None
     in_lockstep: ClassVar[bool] = False
+    reads_in_parts: ClassVar[bool] = True
+    grid: ClassVar[None] = None
     ahead: ClassVar[int] = 0
     num_windows: ClassVar[int] = 1
 
@@ -195,6 +197,17 @@ class RoutedPlan:
         """Chunks of a reader for which there is memory, those of rounds in flight included."""
         return num_own_chunks(self.depth, self.staging_bytes - self.depth * self.buffer_bytes, self.own_bytes)
 
+    @property
+    def depth_on_device(self) -> int:
+        """Rounds in flight with buffers on a device: each also has a chunk, in host memory."""
+        return min(self.depth, self.staging_bytes // (self.buffer_bytes + self.own_bytes))
+
+    def slots(self, index: int) -> None:
+        """Chunks have no slots: they are cut into messages."""
+
+    def shared_part(self, num_buffers: int, own_bytes: int) -> None:
+        """Each rank has memory of its own, for what it requests."""
+
     def deeper(self, at_most: int) -> RoutedPlan:
         """Returns the plan with as many rounds in flight as fit, up to a number, if nothing is exchanged."""
         fitting = self.staging_bytes // self.buffer_bytes
@@ -212,6 +225,12 @@ class RoutedPlan:
     def view(self, rank: int) -> RoutedView:
         """Returns the plan as one rank sees it."""
         return RoutedView(self, rank)
+
+    def repeated(self, rank: int) -> RepeatedPlan:
+        """Returns the plan with the messages of a rank."""
+        plan = RepeatedPlan(**{field.name: getattr(self, field.name) for field in fields(self)})
+        plan.view(rank)
+        return plan
 
     @cached_property
     def groups(self) -> Collection[Ranks]:
@@ -232,6 +251,15 @@ class RoutedPlan:
         for share in self.shares:
             found[share.group].add(share.reader)
         return found
+
+    @property
+    def has_mere_readers(self) -> bool:
+        """Whether some rank reads bytes that it does not receive."""
+        return any(
+            not of_group <= set(ranks)
+            for group, of_group in self.readers_of.items()
+            for ranks in self.sharing.densities[group]
+        )
 
     @property
     def num_rounds(self) -> int:
@@ -273,7 +301,7 @@ class RoutedPlan:
     def without(
         self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
     ) -> RoutedPlan | None:
-        """Returns the plan for the remaining bytes when readers drop out; see `TransferPlan.without`."""
+        """Returns the plan for the remaining bytes when readers drop out; see `Plan.without`."""
         readers = tuple(rank for rank in self.readers if rank not in broken)
         if not readers:
             return None
@@ -291,8 +319,10 @@ class RoutedPlan:
         sizes = need.sizes(chunk_bytes, self.staging_bytes)
         return RoutedPlan(self.sharing, readers, tuple(shares), self.order, *sizes, self.holders)
 
-    def digest(self) -> str:
-        """xxh3-128 of the inputs of the plan, for comparison between ranks."""
+    def digest(self, *, alone: bool = False) -> str:
+        """xxh3-128 of the inputs of the plan, for comparison between ranks; see `Plan.digest`."""
+        if alone:
+            return "each rank its own"
         inputs = [self.sharing.requests.digest, self.sharing.block_bytes, self.readers, self.order]
         holders = self.holders.digest if self.holders is not None else ""
         text = json.dumps([*inputs, self.total_bytes, self.chunk_bytes, self.depth, holders])
@@ -579,13 +609,6 @@ class RoutedView:
 
 class RepeatedPlan(RoutedPlan):
     """A plan that several transfers follow. It keeps the messages of one rank."""
-
-    @classmethod
-    def of(cls, plan: RoutedPlan, rank: int) -> RepeatedPlan:
-        """Computes the messages of all rounds."""
-        repeated = cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
-        repeated.view(rank)
-        return repeated
 
     @cached_property
     def _views(self) -> dict[int, RoutedView]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import allocate_buffers
-from fastload.base.trace import Stopwatch
+from fastload.base.stopwatch import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.ranges import ByteRange

@@ -25,7 +25,7 @@ from fastload.geometry.blocks import good_block_bytes
 from fastload.loading.prepare import Opened
 from fastload.options import IoMode
 from fastload.transfer.pipeline import Pipeline
-from fastload.transfer.plan import TransferPlan, plan_transfer
+from fastload.transfer.plan import plan_transfer
 from fastload.transfer.transport import LocalTransport
 
 _CHUNK_BYTES = 16 << 20
@@ -195,7 +195,6 @@ def _into_buffers(folder: Path, threads: int, io: IoMode) -> None:
             block_bytes=session.block_bytes,
             to_device=True,
         )
-        assert isinstance(plan, TransferPlan)
         reader = session.open_reader(plan, in_parts=False)
         LocalTransport.allocate_own = lambda self, *sizes: _kept(*sizes)  # type: ignore[method-assign]
         pipeline = Pipeline(session.world, plan, reader, _Nowhere(), progress=None)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench_parts.planning import world_of
-from fastload.comm.traces import Tracing
+from fastload.comm.observers import Observers
 from fastload.options import SaveOptions
 from fastload.saving import plan
 from fastload.saving.agree import describe, predict
@@ -63,4 +63,4 @@ def _call(path: Path, num_ranks: int) -> SaveCall:
     world = world_of(dist.HashStore(), num_ranks // 2, num_ranks, dist.group.WORLD)
     location = locate(path)
     now, options = time.perf_counter(), SaveOptions()
-    return SaveCall(world, location, {}, None, options, None, Tracing(world, None), now)
+    return SaveCall(world, location, {}, None, options, None, Observers(), now)

@@ -42,10 +42,10 @@ from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
 import fastload.comm.shared_memory
+import fastload.ext.prefetch
 import fastload.ext.staging.stage
-import fastload.loading.stream
-import fastload.saving.save
-import fastload.saving.stream
+import fastload.ext.streams.save
+import fastload.ext.streams.tensors
 import fastload.training.manager
 import fastload.transfer.host_transport  # noqa: F401  (so that no rank has to import it)
 from tests.accelerator import GROUP, accelerator

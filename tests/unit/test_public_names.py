@@ -7,11 +7,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
-from fastload import options
+import fastload
+from fastload import _MODULES, options
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
 from tests.pages import PAGES, page
 
@@ -92,3 +95,21 @@ def test_type_checkers_know_the_values(kind: Any, name: str, values: set[Any]) -
     assert flat == values
     for value in values - {int, bool}:
         assert getattr(kind(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", ["save_stream", "stage", "redistribute", "watch", "tensors", "prefetch"])
+def test_without_its_extension_a_public_name_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    for module in [path for path in sys.modules if path.startswith("fastload.ext.")]:
+        monkeypatch.delitem(sys.modules, module)
+    for path in (Path(fastload.__file__).parent / "ext").iterdir():
+        monkeypatch.setitem(sys.modules, f"fastload.ext.{path.stem}", None)
+    if name in _MODULES:
+        monkeypatch.delitem(vars(fastload), name, raising=False)
+    fastload.save({"a": torch.ones(3)}, tmp_path / "a")
+    with (
+        fastload.open(tmp_path / "a") as checkpoint,
+        pytest.raises(fastload.OptionError, match=r"this needs fastload\.ext\.\w+.*, which .* lacks"),
+    ):
+        getattr(checkpoint, name)() if hasattr(checkpoint, name) else getattr(fastload, name)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from fastload.base import trace
-from fastload.base.trace import Stopwatch
+from fastload.base.stopwatch import Stopwatch
 from fastload.comm.responses import Each, Reports, join_responses, read_responses, write_response
 from fastload.report import LoadReport, RankReport, SaveRankReport, SaveReport
 

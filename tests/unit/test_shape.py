@@ -51,7 +51,7 @@ FILES = {
     "integrations/torchft.py",  # what it serves
     "integrations/trainer.py",
     "comm/hosts.py",  # what it says of itself, and of ports
-    "saving/stream.py",  # where it keeps tensors until it saves them
+    "ext/streams/save.py",  # where it keeps tensors until it saves them
     "storage/destination.py",
     "storage/folders.py",
     "storage/local.py",
@@ -81,6 +81,7 @@ PURE = {
     "ext/staging/inventory.py",
     "transfer/demand.py",
     "transfer/messages.py",
+    "transfer/rounds.py",
     "transfer/routed_plan.py",
     "planning/cluster.py",
     "planning/simulate.py",

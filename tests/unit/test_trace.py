@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from fastload.base.trace import RankTrace, Recorder, Span, Stopwatch, chrome_events, to_json
+from fastload.base.stopwatch import Stopwatch
+from fastload.ext.traces.spans import RankTrace, Recorder, Span, chrome_events, to_json
 
 
 def test_a_stopwatch_records_what_it_measures_once_it_is_followed() -> None:

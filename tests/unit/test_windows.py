@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.loading.stream import cut_windows
+from fastload.ext.streams.tensors import cut_windows
 
 
 @given(

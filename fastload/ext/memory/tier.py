@@ -15,7 +15,7 @@ import xxhash
 
 from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join, separate_call
-from fastload.comm.traces import Tracing
+from fastload.comm.observers import observe
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError, may_be_gone
 from fastload.ext.memory.flush import EmergencyFlush, flush
@@ -254,7 +254,7 @@ class MemoryTier:
             storage_options=None,
             options=_options_in_memory(self._job.options),
             raise_earlier=None,
-            tracing=Tracing(world, None),
+            observers=observe(world, None),
             began=began,
             problem=problem,
             pool=self._buffers,

@@ -12,8 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from fastload.base.memory import host_view
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.ext.staging.inventory import BlockRun, Inventory

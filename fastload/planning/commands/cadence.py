@@ -9,12 +9,12 @@ import click
 
 from fastload.base.units import format_duration
 from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
+from fastload.cli.figures import PNG
 from fastload.errors import OptionError
 from fastload.planning.commands.options import (
     COUNT,
     FRACTION,
     NUMBER,
-    PNG,
     RATE,
     TIME,
     GivenModel,

@@ -24,7 +24,7 @@ from fastload.base.units import (
     parse_size_bytes,
     parse_whole,
 )
-from fastload.cli.console import Command, shown
+from fastload.cli.console import Command, Quantity, shown
 from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.formats.names import NAMES
 from fastload.planning.parameters import Parameters, of_checkpoint, of_config, of_shape
@@ -34,43 +34,19 @@ from fastload.storage import name_of, open_storage
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-class _Quantity(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes no parameter
-    """A number with its unit, or a name."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parses the text of an option."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except OptionError as error:
-            raise OptionError(f"{param.opts[0] if param else self.name}: {error}") from None
-
-
-def _parse_png(text: str) -> str:
-    if not text.lower().endswith(".png"):
-        raise OptionError(f"{text}: its name has to end in .png")
-    return text
-
-
 def _parse_link_rate(text: str) -> float:
     """Parses the value of an option ending in -gbps: a number of Gbit/s, or a rate with its unit."""
     bare = text.lstrip("+-").replace(".", "", 1).isdigit()
     return parse_bytes_per_s(f"{text} Gbit/s" if bare else text)
 
 
-SIZE = _Quantity("size", parse_size_bytes)
-RATE = _Quantity("rate", parse_bytes_per_s)
-LINK_RATE = _Quantity("rate", _parse_link_rate)
-TIME = _Quantity("time", parse_duration_s)
-FRACTION = _Quantity("percent", parse_fraction)
-NUMBER = _Quantity("number", parse_number)
-COUNT = _Quantity("count", parse_whole)
-PNG = _Quantity("png", _parse_png)
+SIZE = Quantity("size", parse_size_bytes)
+RATE = Quantity("rate", parse_bytes_per_s)
+LINK_RATE = Quantity("rate", _parse_link_rate)
+TIME = Quantity("time", parse_duration_s)
+FRACTION = Quantity("percent", parse_fraction)
+NUMBER = Quantity("number", parse_number)
+COUNT = Quantity("count", parse_whole)
 
 
 def option_group(name: str, make: Callable[..., Any], *options: Command) -> Callable[[Command], Command]:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import fastload
-from fastload.base.trace import RankTrace, Span, chrome_events, to_json
+from fastload.base.registry import extension
 from fastload.base.units import format_bytes, format_duration, format_rate
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
 from fastload.errors import OptionError
@@ -24,11 +24,7 @@ from fastload.planning.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.planning.sharded import ShardedLoad
 from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.storage import locate, open_storage
-from fastload.storage.single_file import write_text
-from fastload.transfer.plan import TransferPlan
-from fastload.transfer.routed_plan import RoutedPlan
 
-_MOST_CHUNKS = 100_000  # whose lengths are summed one by one
 _MOST_TRACED = 64
 _HEADS = (
     "strategy", "time", "÷floor", "off storage", "readers", "share", "max/mean", "exchanged", "rounds",
@@ -127,7 +123,7 @@ def plan(
     by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
     if trace is not None:
         best = min(predictions, key=lambda prediction: prediction.total_s)
-        write_text(trace, to_json(_events(best, asked)))
+        _write_trace(trace, best, asked)
     if as_json:
         print_json(_as_json(shown_path, asked, by_strategy))
     else:
@@ -163,17 +159,6 @@ def _floor_s(load: _Load) -> float:
     return load.nbytes / load.cluster.client_bytes_per_s
 
 
-def _share_bytes(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
-    """Returns the most bytes that one reader reads, and the mean."""
-    mean = plan.total_bytes / len(plan.readers)
-    if isinstance(plan, RoutedPlan):
-        return plan.most_bytes, mean
-    if plan.num_rounds * len(plan.readers) <= _MOST_CHUNKS:
-        rounds = range(plan.num_rounds)
-        return max(sum(plan.chunk(index, rank).nbytes for index in rounds) for rank in plan.readers), mean
-    return math.ceil(mean) + plan.chunk_bytes_of(plan.num_rounds - 1), mean  # an upper bound
-
-
 def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> dict[str, Any]:
     world = _finite(dataclasses.asdict(load.cluster))
     floor_s = _floor_s(load)
@@ -200,7 +185,6 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any]:
     plan = prediction.plan
-    most, mean = _share_bytes(plan)
     return {
         "strategy": prediction.decision.strategy,
         "total_s": prediction.total_s,
@@ -210,10 +194,10 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "exchanged_bytes": prediction.exchanged_bytes,
         "levels": [level._asdict() for level in prediction.levels],
         "num_readers": len(plan.readers),
-        "share_bytes": {"mean": mean, "max": most},
+        "share_bytes": {"mean": plan.total_bytes / len(plan.readers), "max": plan.most_bytes},
         "chunk_bytes": plan.chunk_bytes,
         "num_rounds": plan.num_rounds,
-        "num_turns": plan.num_windows if isinstance(plan, TransferPlan) else 1,
+        "num_turns": plan.num_windows,
         "depth": plan.depth,
         "buffer_bytes": plan.buffer_bytes,
         "round_s": prediction.limits,
@@ -270,7 +254,6 @@ def _level(level: Level) -> str:
 
 def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str]:
     plan = prediction.plan
-    most, mean = _share_bytes(plan)
     alone = prediction.decision.strategy == "direct"
     return [
         prediction.decision.strategy,
@@ -278,8 +261,8 @@ def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str
         f"{prediction.total_s / floor_s:.2f}" if floor_s else "–",
         format_bytes(prediction.storage_bytes),
         f"{cluster.num_ranks if alone else len(plan.readers):,}",
-        format_bytes(int(mean)),
-        f"{most / mean:.3f}" if mean else "–",
+        format_bytes(plan.total_bytes // len(plan.readers)),
+        f"{plan.most_bytes * len(plan.readers) / plan.total_bytes:.3f}" if plan.total_bytes else "–",
         format_bytes(prediction.exchanged_bytes),
         f"{plan.num_rounds:,}",
         format_bytes(plan.chunk_bytes),
@@ -293,22 +276,22 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bits / 1e9:,.4g} Gbit/s = {format_rate(bytes_per_s)}"
 
 
-def _events(prediction: Prediction, load: _Load) -> Any:
-    """Returns the predicted timeline as a trace of all ranks, or of some if there are many."""
+def _write_trace(path: str, prediction: Prediction, load: _Load) -> None:
+    """Writes the predicted timeline as a trace of all ranks, or of some if there are many."""
     cluster = load.cluster
     step = -(-cluster.num_ranks // _MOST_TRACED)
     readers = set(prediction.plan.readers)
     alone = prediction.decision.strategy == "direct"
     spans = [
-        Span(one.stage, one.begin_s, one.end_s, {"round": one.first_round, "rounds": one.num_rounds})
+        (one.stage, one.begin_s, one.end_s, {"round": one.first_round, "rounds": one.num_rounds})
         for one in prediction.timeline
     ]
-    whole = Span("load", 0.0, prediction.total_s)
-    others = [span for span in spans if span.stage != "read"]
+    whole = ("load", 0.0, prediction.total_s)
+    others = [span for span in spans if span[0] != "read"]
     ranks = {
-        rank: RankTrace(
+        rank: (
             f"host {rank // cluster.ranks_per_host}",
-            (whole, *(spans if alone or rank in readers else others)),
+            [whole, *(spans if alone or rank in readers else others)],
         )
         for rank in range(0, cluster.num_ranks, step)
     }
@@ -318,4 +301,4 @@ def _events(prediction: Prediction, load: _Load) -> Any:
         "num_ranks": cluster.num_ranks,
         "floor_s": _floor_s(load),
     }
-    return chrome_events(ranks, about)
+    extension("observers", "trace", "--trace").write_trace(path, ranks, about)

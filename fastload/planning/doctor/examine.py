@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fastload.comm.clocks import compare_clocks
 from fastload.comm.launch import Launch, join_job
-from fastload.comm.traces import compare_clocks
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, FastloadError, StorageError
 from fastload.formats.names import NAMES

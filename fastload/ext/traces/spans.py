@@ -1,85 +1,21 @@
-"""Stopwatches, spans of work on each rank, and traces of all ranks in Chrome's format."""
+"""Spans of work on each rank, and traces of all ranks in Chrome's format."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from fastload.base.stopwatch import Stopwatch
+
 _MAX_SPANS = 2_000_000  # of all ranks together
 _MOST_SPANS, _LEAST_SPANS = 50_000, 256  # of one rank
 _WHOLES = ("load", "save")
-
-
-class Stopwatch:
-    """Measures the time in which at least one thread does some work.
-
-    Use as a context manager, also nested and in several threads at once.
-
-    Attributes:
-        record: Called with (begin, end, facts) of each piece of work with a `span` or a beginning; None, the
-            default, costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self.record: Callable[[float, float, Mapping[str, Any]], None] | None = None
-        self._lock = threading.Lock()
-        self._active = 0
-        self._since = 0.0
-        self._total_s = 0.0
-
-    def __enter__(self) -> Stopwatch:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @contextmanager
-    def span(self, **facts: Any) -> Iterator[None]:
-        """Measures a piece of work, with facts for a trace."""
-        began = self.start()
-        try:
-            yield
-        finally:
-            self.stop(began, **facts)
-
-    def start(self) -> float:
-        """Begins a piece of work; returns the time."""
-        now = time.perf_counter()
-        with self._lock:
-            if self._active == 0:
-                self._since = now
-            self._active += 1
-        return now
-
-    def stop(self, began: float | None = None, **facts: Any) -> None:
-        """Ends one piece of work.
-
-        Args:
-            began: Result of `start`, to record the work in a trace.
-            facts: Facts for the trace.
-        """
-        now = time.perf_counter()
-        with self._lock:
-            self._active -= 1
-            if self._active == 0:
-                self._total_s += now - self._since
-        if self.record is not None and began is not None:
-            self.record(began, now, facts)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds so far with at least one piece of work under way."""
-        with self._lock:
-            return self._total_s + (time.perf_counter() - self._since if self._active else 0.0)
 
 
 class Span(NamedTuple):
@@ -143,7 +79,7 @@ class Recorder:
 
     def follow(self, stage: str, watch: Stopwatch) -> None:
         """Records every piece of work that a stopwatch measures from now on."""
-        watch.record = partial(self.add, stage)
+        watch.listeners += (partial(self.add, stage),)
 
     def add(self, stage: str, begin_s: float, end_s: float, facts: Mapping[str, Any]) -> None:
         """Records a span, by `time.perf_counter`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,64 @@ from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import dense_strides, row_major
 from fastload.geometry.dtensors import is_dtensor, local_of
+from fastload.options import SaveOptions
+from fastload.report import SaveReport
+from fastload.saving.call import make_call
+from fastload.saving.save import save
 from fastload.storage import local_directory
 from fastload.storage.folders import os_errors, write_all
 
 _ALIGN_BYTES = 64  # for any dtype
 _PIECE_BYTES = 32 << 20
 _LOCAL = "_local_tensor"  # of a DTensor, as torch's protocol of tensor subclasses names it
+
+
+def save_stream(
+    tensors: Iterable[tuple[str, Tensor]],
+    path: str | os.PathLike[str],
+    *,
+    spool: str | os.PathLike[str],
+    process_group: Any = None,
+    metadata: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveReport:
+    """Saves tensors that come one by one, in bounded memory; the ranks of a group have different ones.
+
+    A call of all ranks. Each takes its tensors and keeps them in a file without a name in `spool`. The kernel
+    writes its pages to disk and drops them as it needs memory. Once all ranks have theirs, they save them as
+    `save` does, into the same files as the dicts of all ranks with ``SaveOptions(parts=True)``: the tensors
+    of rank 0 in their order, then those of rank 1, and so on. When it raises, it raises on all ranks, and
+    `path` is unchanged::
+
+        def exported():
+            for number, (name, tensor) in enumerate(gathered(model)):  # collective: on all ranks
+                if number % world_size == rank:
+                    yield name, tensor
+
+        fastload.save_stream(exported(), "s3://bucket/llama", spool="/local/tmp")
+
+    Args:
+        tensors: Name and tensor, on any device. Each is taken once, before the next one, and not kept. The
+            iterator may communicate, but not through fastload. A tensor that several ranks have is saved
+            once. A DTensor comes on all ranks of its mesh, and each keeps its shard.
+        path: As for `save`.
+        spool: A directory on a local disk with space for the tensors of this rank, and not in memory
+            (``/dev/shm``); it may differ between ranks.
+        process_group: As for `load`.
+        metadata: As for `save`.
+        storage_options: As for `load`.
+        options: As for `save`.
+
+    Raises:
+        OptionError: A name comes twice on a rank, or something is no tensor that can be saved.
+        PeerError: An iterator raised, or a disk is full; with every cause.
+        FastloadError: As for `save`.
+    """
+    call = make_call(path, process_group, metadata, storage_options, options, changes={"parts": True})
+    with call.world.together():
+        state = take_tensors(call.world, call.what, tensors, spool)
+    return save(call, state)
 
 
 class _Spool:

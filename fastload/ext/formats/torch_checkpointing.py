@@ -38,6 +38,8 @@ from fastload.geometry.box import Box
 from fastload.geometry.shards import local_shape, shard_boxes, shard_intervals
 from fastload.storage.base import Storage
 
+record = SHARDING_NAME
+
 _MAX_METADATA_BYTES = 1 << 28
 _MAX_RANKS = 1 << 20
 _MAX_MESH_DIMS = 16
@@ -92,29 +94,30 @@ class ShardedItem:
         return sorted(found)
 
 
-@uncollected
-def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
-    """Reads a directory that torch_checkpointing saved.
+def recognises(files: Sequence[str] | None, head: bytes) -> bool:
+    """Whether a path is a directory with metadata; see `Format`."""
+    return SHARDING_NAME in (files or ())
 
-    Args:
-        storage: The storage.
-        listing: The names of the files.
-        exact: As for `zip_file.read_file`.
+
+@uncollected
+def read(storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
+    """Reads a directory; see `Format`.
 
     Raises:
         ManifestError: The metadata or a file are malformed, or they contradict each other.
         StorageError: Storage failed.
     """
+    assert files is not None, "recognised"
     where = storage.label(SHARDING_NAME)
     text = read_limited(storage, SHARDING_NAME, "metadata", _MAX_METADATA_BYTES)
     budget = MemoryBudget(storage.url)
     budget.add_input(len(text))
     metadata = _ShardingParser(where, budget).parse(text)
-    unsharded = _unsharded(listing, metadata)
+    unsharded = _unsharded(files, metadata)
     places = _places(metadata, unsharded, where)
     stats = stat_all(storage, sorted(places))
 
-    def read(name: str) -> Manifest:
+    def read_one(name: str) -> Manifest:
         key, _ = places[name]
         if name.endswith(SUFFIX):
             return _renamed(safetensors.read_file(storage, name, stats[name]), key)
@@ -123,7 +126,11 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         )
 
     found = dict(
-        zip(map(places.__getitem__, stats), in_threads(read, [*stats], reads_at_once(storage)), strict=True)
+        zip(
+            map(places.__getitem__, stats),
+            in_threads(read_one, [*stats], reads_at_once(storage)),
+            strict=True,
+        )
     )
     equal = {
         key
@@ -149,13 +156,12 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
             tensors += parts[key, 0].tensors
             nodes[key] = parts[key, 0].structure
     require_few_repeated(tensors, sum(stat.nbytes for stat in stats.values()), where)
-    digest = xxhash.xxh3_128_hexdigest(text)
     return join_manifests(
         storage.url,
         [*kept.values()],
         tensors,
         dict_node(nodes),
-        record_digest=digest,
+        record_digest=xxhash.xxh3_128_hexdigest(text),
         format="torch_checkpointing",
     )
 
@@ -181,8 +187,8 @@ def _places(
     return found
 
 
-def record_digest(storage: Storage) -> str:
-    """Returns the `Manifest.record_digest` of a directory on this rank; empty without metadata."""
+def digest(storage: Storage, name: str) -> str:
+    """Returns what ranks compare of the metadata; see `Format`."""
     return digest_of_file(storage, SHARDING_NAME, _MAX_METADATA_BYTES)
 
 

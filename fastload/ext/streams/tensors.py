@@ -92,6 +92,20 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
             self._transfer.leave(error)
 
 
+def prepare_stream(
+    session: Session,
+    names: Sequence[str] | str | None,
+    device: torch.device | str | None,
+    boxes: BoxSelection | None,
+    *,
+    borrow: bool,
+) -> StreamTransfer | BoxStreamTransfer:
+    """Prepares a stream on all ranks; see `Checkpoint.tensors`, also for errors."""
+    if boxes is not None:
+        return stream_boxes(session, names, boxes, device)
+    return stream_tensors(session, names, device, borrow=borrow)
+
+
 # Tensors that all ranks take
 
 

@@ -27,7 +27,7 @@ from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
-from fastload.formats.names import ZERO_FILE
+from fastload.formats.open import file_digest
 from fastload.formats.parts import join_manifests, join_pieces, numbered
 from fastload.formats.reading import reads_at_once, stat_all
 from fastload.formats.state import children, dict_node, leaf_of, leaves
@@ -38,6 +38,12 @@ from fastload.formats.values import decode_value
 from fastload.geometry.box import boxes_of_range
 from fastload.storage.base import Storage
 
+record = ""
+digest = file_digest
+
+_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<slice>\d{1,5})_(?P<kind>model|optim)_states\.pt"
+)
 _PIECE_BYTES = 1000  # of a box with all that is made of it
 _STAGE_2, _STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _OTHER_FILE = re.compile(r"(layer_\d+(_expert_|-model)|expp_rank_).*_states\.pt")
@@ -130,34 +136,35 @@ def _cut(starts: Sequence[int], at: int, numel: int, name: str) -> Iterator[Slic
         begin, number = end, number + 1
 
 
-@uncollected
-def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
-    """Reads a directory that DeepSpeed saved: that of one step.
+def recognises(files: Sequence[str] | None, head: bytes) -> bool:
+    """Whether a path is a directory of a step; see `Format`."""
+    return any(map(_FILE.fullmatch, files or ()))
 
-    Args:
-        storage: The storage.
-        listing: The names of the files.
-        exact: As for `zip_file.read_file`.
+
+@uncollected
+def read(storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
+    """Reads the directory of a step; see `Format`.
 
     Raises:
         ManifestError: A file is malformed, they contradict each other, or some are missing.
         StorageError: Storage failed.
     """
-    places = _places(storage.url, listing)
+    assert files is not None, "recognised"
+    places = _places(storage.url, files)
     names = sorted(places)
     stats = stat_all(storage, names)
     budget = MemoryBudget(storage.url)
 
-    def read(name: str) -> Manifest:
+    def read_one(name: str) -> Manifest:
         return zip_file.read_file(storage, name, stats[name], exact=exact, budget=budget)
 
-    parts = in_threads(read, names, reads_at_once(storage))
-    files = {
+    parts = in_threads(read_one, names, reads_at_once(storage))
+    by_place = {
         places[name]: numbered(part, number)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
     }
     try:
-        tensors, structure = _PartitionReader(files, budget).read()
+        tensors, structure = _PartitionReader(by_place, budget).read()
     except ValueError as error:
         raise (
             error if isinstance(error, ManifestError) else ManifestError(f"{storage.url}: {error}")
@@ -176,7 +183,7 @@ def _places(url: str, listing: Sequence[str]) -> dict[str, tuple[str, int]]:
             f"{url}: {show(other)}: checkpoints of expert or pipeline parallelism are not read"
         )
     found: dict[str, tuple[str, int]] = {}
-    for match in filter(None, map(ZERO_FILE.fullmatch, listing)):
+    for match in filter(None, map(_FILE.fullmatch, listing)):
         if int(match["slice"]):
             raise ManifestError(f"{url}: {show(match[0])}: checkpoints of tensor parallelism are not read")
         found[match[0]] = match["kind"], int(match["rank"] or 0)

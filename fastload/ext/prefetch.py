@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import partial
-
-from torch import Tensor
-
-from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view
-from fastload.comm.world import World
-from fastload.geometry.ranges import ByteRange
+from fastload.base.memory import PAGE_BYTES
+from fastload.formats.manifest import Manifest
+from fastload.loading.background_reads import BackgroundReads
 from fastload.loading.prepare import Opened
+from fastload.loading.session import Session, Supply
 from fastload.transfer.plan import Chunk, plan_transfer
-from fastload.transfer.read import ChunkReader, HeldBytes
 from fastload.transfer.routed_plan import HeldRange, Holders
 
 _UNBOUNDED_BYTES = 1 << 62
@@ -22,57 +15,78 @@ _LEAST_CHUNKS = 16
 _MAX_CHUNK_BYTES = 8 << 20
 
 
-class BackgroundReads:
-    """Reads of this rank into memory of their own.
-
-    Args:
-        reader: Reads the chunks, in the background.
-        chunks: The byte ranges of each.
+def prefetch(session: Session) -> None:
+    """Begins to read the shares of a checkpoint, on all ranks; see `fastload.prefetch`.
 
     Raises:
-        MemoryError: There is too little memory.
+        FastloadError: A rank failed.
     """
+    if session.supplier is not None:
+        return
+    if session.opened.access.parts:  # a model that holds the base needs no more
+        prefetch(session.part(0))
+        return
+    session.supplier = supplier = Prefetch()
+    try:
+        supplier.begin(session)
+    except BaseException:
+        session.drop_supplier()
+        raise
 
-    def __init__(self, reader: ChunkReader, chunks: Sequence[Sequence[ByteRange]]) -> None:
-        self.reader = reader
-        self._parts: list[tuple[ByteRange, Tensor]] = []
-        self._reads: deque[Future[None]] = deque()
-        rest = allocate_staging(sum(each.nbytes for chunk in chunks for each in chunk), pinned=False)
-        for chunk in filter(None, chunks):
-            nbytes = sum(each.nbytes for each in chunk)
-            self._reads.append(reader.submit(chunk, [host_view(rest[:nbytes])]))
-            for each in chunk:
-                self._parts.append((each, rest[: each.nbytes]))
-                rest = rest[each.nbytes :]
+
+class Prefetch:
+    """Supplies the bytes that the ranks have read ahead, and the rest from storage: a `Supplier`."""
+
+    def __init__(self) -> None:
+        self._share: _Share | None = None  # until all ranks have read theirs
+        self._supply: Supply | None = None  # from then on
 
     @property
     def is_done(self) -> bool:
-        """Whether no read is under way."""
-        return all(read.done() for read in self._reads)
+        """Whether no read of this rank is under way."""
+        return self._share is None or self._share.is_done
 
-    def wait(self, world: World) -> HeldBytes:
-        """Waits for all reads.
+    def begin(self, session: Session) -> None:
+        """Begins the reads, on all ranks.
 
         Raises:
-            FastloadError: A read failed, or another rank did (`Interrupted`).
+            FastloadError: A rank failed.
         """
-        try:
-            while self._reads:
-                # No frame refers to it: else error → traceback → frame → read → error would keep the memory.
-                world.await_work(self._reads.popleft(), partial(self.reader.overdue, 0.0))
-        except BaseException:
-            self.reader.stop()
-            raise
-        return HeldBytes(self._parts)
+        with session.opened.world.step(f"prefetching {session.stored.url}"):
+            self._share = _Share(session.opened)
+
+    def wait(self, session: Session) -> None:
+        """Waits for the reads of all ranks, and reads again what was laid out otherwise than inferred."""
+        world = session.opened.world
+        while (share := self._share) is not None:
+            try:
+                with world.step(f"prefetching {session.stored.url}", is_long=True) as step:
+                    held = share.wait(world)
+                    step.answer(share.reader.is_misread)
+            finally:
+                self.close(wait_s=min(1.0, world.grace_s))
+            if any(step.answers):
+                session.reopen_exactly()
+                self.begin(session)
+            else:
+                self._supply = Supply(held, share.holders())
+
+    def supply(self) -> Supply | None:
+        """Returns what all ranks have read."""
+        return self._supply
+
+    def covers(self, manifest: Manifest) -> bool:
+        """Whether the ranks can supply everything of a manifest."""
+        return self._supply is None or not self._supply.holders.lacking(manifest.extents)
 
     def close(self, *, wait_s: float) -> None:
-        """Ends the threads of the reader, and reads that nobody waits for."""
-        if self._reads:
-            self.reader.stop()
-        self.reader.close(wait_s=wait_s)
+        """Ends the reads."""
+        share, self._share = self._share, None
+        if share is not None:
+            share.close(wait_s=wait_s)
 
 
-class Prefetch(BackgroundReads):
+class _Share(BackgroundReads):
     """The share of this rank of a checkpoint, as far as it fits into `LoadOptions.prefetch_bytes`.
 
     The readers have equal shares, each a contiguous part of the checkpoint, whatever is loaded later.

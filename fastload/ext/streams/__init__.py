@@ -1,0 +1,1 @@
+"""Tensors one by one: out of a checkpoint (``Checkpoint.tensors``), and into one (``save_stream``)."""

@@ -1,0 +1,1 @@
+"""Traces of loads and saves (``trace=``), and their drawings (``fastload timeline``)."""

@@ -1,0 +1,108 @@
+"""Observers of loads and saves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastload
+from fastload.base.registry import extensions
+from fastload.base.stopwatch import Stopwatch
+from fastload.comm import observers
+from fastload.comm.observers import observe, register_observer
+from fastload.comm.world import World
+
+STATE = {"a": torch.arange(100.0), "b": torch.arange(7)}
+
+
+class Listener:
+    """An observer that notes what it is told."""
+
+    def __init__(self, notes: list[Any], world: World) -> None:
+        self.error: fastload.FastloadError | None = None
+        self._notes = notes
+
+    def begin(self, hosts: Sequence[str]) -> None:
+        self._notes.append(f"begin on {len(hosts)} ranks")
+
+    def follow(self, watches: Mapping[str, Stopwatch]) -> None:
+        for stage, watch in watches.items():
+            watch.listeners += (lambda begin_s, end_s, facts, stage=stage: self._notes.append(stage),)
+
+    def add(self, stage: str, began_s: float) -> None:
+        self._notes.append(stage)
+
+    def end(self, name: str, began_s: float, error: BaseException | None) -> None:
+        self._notes.append(f"{name} ends: {type(error).__name__}")
+
+    def close(self, about: Mapping[str, Any]) -> None:
+        self._notes.append(about)
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What an observer of all loads and saves is told."""
+    monkeypatch.setattr(observers, "_registered", [])
+    notes: list[Any] = []
+    register_observer(partial(Listener, notes))
+    return notes
+
+
+def test_an_observer_is_told_of_the_stages_and_ends_of_saves_and_loads(
+    notes: list[Any], tmp_path: Path
+) -> None:
+    fastload.save(STATE, tmp_path / "step_1")
+    about = notes.pop()
+    assert about["what"] == f"saving to {tmp_path / 'step_1'}"
+    assert about["nbytes"] == sum(map(os.path.getsize, (tmp_path / "step_1").glob("*.safetensors")))
+    assert notes[-2:] == ["commit", "save ends: NoneType"]
+    assert {"begin on 1 ranks", "write"} <= {note for note in notes if isinstance(note, str)}
+    notes.clear()
+    with fastload.open(tmp_path / "step_1") as checkpoint:
+        for _ in range(2):
+            checkpoint.load()
+            assert notes[0] == "begin on 1 ranks"
+            assert {"read", "place"} <= set(notes[1:-2])
+            assert notes[-2:] == [
+                "load ends: NoneType",
+                {"what": f"loading {tmp_path / 'step_1'}", "bytes_wanted": 456},
+            ]
+            del notes[1:]
+
+
+def test_an_observer_is_told_of_a_load_that_fails(notes: list[Any], tmp_path: Path) -> None:
+    fastload.save(STATE, tmp_path / "step_1")
+    notes.clear()
+    with fastload.open(tmp_path / "step_1") as checkpoint:
+        (tmp_path / "step_1" / "model.safetensors").write_bytes(b"")
+        with pytest.raises(fastload.StorageError):
+            checkpoint.load()
+    assert notes[-2] == "load ends: StorageError"
+
+
+def test_without_its_extension_trace_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    extensions.cache_clear()
+    try:
+        for kind in (fastload.LoadOptions, fastload.SaveOptions):
+            with pytest.raises(fastload.OptionError, match="trace= needs the extension 'trace'"):
+                kind(trace=tmp_path / "trace.json")
+    finally:
+        extensions.cache_clear()
+
+
+def test_nobody_listens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: Any) -> None:
+        raise AssertionError("an extension is looked for")
+
+    monkeypatch.setattr(observers, "extension", ask)
+    watch = Stopwatch()
+    nobody = observe(None, None)  # type: ignore[arg-type]
+    nobody.follow({"read": watch})
+    assert watch.listeners == ()
