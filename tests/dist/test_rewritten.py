@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import fastload
 from fastload.errors import ChecksumError, FastloadError, PeerError, StorageError
+from fastload.storage.local import LocalStorage
 from tests.dist.faults import CHUNK_BYTES, options
 from tests.dist.harness import ranks
 
@@ -91,26 +92,37 @@ def test_a_file_that_is_rewritten_in_place(rank: int, world: int, tmp_path: Path
         dist.barrier()
         place, written = case / kind, list[int]()
 
-        def strike(*_: Any) -> None:
+        def strike() -> None:
             if rank == 0 and not written:
                 written.append(1)
                 overwrite(place, new[kind])
 
         given = {"chunk_bytes": CHUNK_BYTES, "staging_bytes": 6 * CHUNK_BYTES, "timeout_s": 20, **more}
-        if when == "during":
-            given["progress"] = strike
         with pytest.raises(FastloadError) as raised, fastload.open(place, options=options(**given)) as opened:  # noqa: PT012
             dist.barrier()
             if when == "between":
                 strike()
                 dist.barrier()
+            else:  # before the first read of rank 0, so that not everything is read before it
+                before_reads.append(strike)
             load(opened, strike)
+        before_reads.clear()
         assert written or rank, "it was written to"
         found = causes(raised.value)
         allowed = (StorageError, ChecksumError) if kind == "saved" else StorageError
         assert all(isinstance(cause, allowed) for cause in found), (kind, when, raised.value)
         assert all(SAYS in str(cause) or isinstance(cause, ChecksumError) for cause in found), raised.value
         assert str(place) in str(raised.value)
+
+    def read_into(storage: LocalStorage, *args: Any) -> None:
+        for strike in before_reads:
+            strike()
+        read_as_ever(storage, *args)
+
+    before_reads: list[Callable[[], None]] = []
+    read_as_ever = LocalStorage.read_into
+    # For ever: this rank ends with the test.
+    pytest.MonkeyPatch().setattr(LocalStorage, "read_into", read_into)
 
     def whole(opened: fastload.Checkpoint, strike: Callable[[], None]) -> object:
         return opened.load()
