@@ -43,3 +43,22 @@ class Extension:
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any."""
     return {point.name: Extension(kind, point) for point in entry_points(group=f"fastload.{kind}")}
+
+
+def extension(kind: str, name: str, asked: str) -> Any:
+    """Imports an extension.
+
+    Args:
+        kind: Its kind.
+        name: Its name.
+        asked: What asks for it, for the error.
+
+    Raises:
+        OptionError: There is none, or it cannot be imported.
+    """
+    if (known := extensions(kind).get(name)) is None:
+        raise OptionError(
+            f"{asked} needs an extension that is not installed (entry point {name!r} of fastload.{kind}): "
+            "install fastload again"
+        )
+    return known.load()

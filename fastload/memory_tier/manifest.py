@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
 from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import is_plain_path, is_size
+from fastload.training.retention import Lineage, Point
 
 TABLE_NAME = "shares.json"
 """The `ShareTable`; the same on all hosts."""
 _VERSION = 2  # 1 has no `incarnation` and no `origin`
-
-
-class StoredCheckpoint(NamedTuple):
-    """A checkpoint on storage, as its root lists it.
-
-    Attributes:
-        branch: With `step`, its place in the history of the run.
-        step: Its step.
-        digest: Digest of its commit record.
-        incarnation: Of the start of the job that saved it; empty without a memory tier.
-    """
-
-    branch: int
-    step: int
-    digest: str
-    incarnation: str
-
-    @property
-    def point(self) -> tuple[int, int]:
-        """Its place in the history of the run: branch and step."""
-        return self.branch, self.step
 
 
 @dataclass(frozen=True)
@@ -43,15 +23,14 @@ class HostManifest:
     """The part of an in-memory checkpoint that one host has.
 
     Attributes:
-        branch: With `step`, its place in the history of the run; see `training.retention.Point`.
+        branch: With `step`, its `point`.
         step: Its step.
         nbytes: Length of all files.
         shares: Numbers of all shares, ascending.
         held: Numbers of the shares on this host, ascending.
         table: xxh3-128 of the `ShareTable`.
-        incarnation: Name of the start of the job that saved it; empty if that is not known.
-        origin: Branch, step and digest of the newest checkpoint on storage that another start had saved, as
-            this one listed it; None if there was none.
+        incarnation: As in its `lineage`.
+        origin: Likewise.
     """
 
     branch: int
@@ -63,25 +42,15 @@ class HostManifest:
     incarnation: str = ""
     origin: tuple[int, int, str] | None = None
 
-    def overtaken_by(self, stored: Iterable[StoredCheckpoint]) -> StoredCheckpoint | None:
-        """Returns the first checkpoint that another start of the job has saved since, or None.
+    @property
+    def point(self) -> Point:
+        """Position in the history of the run."""
+        return Point(self.branch, self.step)
 
-        That start had no memory tier, or another one, and the run went on without this checkpoint, whatever
-        its step.
-
-        Args:
-            stored: The usable checkpoints on storage.
-        """
-        if not self.incarnation:
-            return None
-        others = [each for each in stored if each.incarnation != self.incarnation and self._is_later(each)]
-        return min(others, key=lambda each: each.point, default=None)
-
-    def _is_later(self, stored: StoredCheckpoint) -> bool:
-        """Whether the start that saved this one cannot have listed a checkpoint of another start."""
-        if self.origin is None or stored.point > self.origin[:2]:
-            return True
-        return stored.point == self.origin[:2] and stored.digest != self.origin[2]
+    @property
+    def lineage(self) -> Lineage:
+        """Shows whether the run went on without it."""
+        return Lineage(self.incarnation, self.origin)
 
     def to_bytes(self) -> bytes:
         """Returns JSON, after a line with its checksum."""

@@ -58,16 +58,6 @@ class InMemoryCheckpoint:
         return self.manifest.step
 
     @property
-    def point(self) -> tuple[int, int]:
-        """Its place in the history of the run: branch and step."""
-        return self.manifest.branch, self.manifest.step
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the hosts have all shares."""
-        return not self.problem
-
-    @property
     def problem(self) -> str:
         """Names the number of missing shares; empty if it is complete."""
         shares = self.manifest.shares
@@ -98,7 +88,7 @@ def survey(world: World, folder: JobFolder) -> list[InMemoryCheckpoint]:
         )
         for name, of_rank in manifests.items()
     ]
-    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.point, checkpoint.name))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.manifest.point, checkpoint.name))
 
 
 def load(

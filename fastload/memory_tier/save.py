@@ -25,6 +25,7 @@ from fastload.saving.write import commit, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder
 from fastload.storage.memory_target import HostPart, MemoryTarget, Published
+from fastload.training.retention import Lineage, Point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,8 @@ class TierSaveCall(SaveCall):
 
     Attributes:
         name: Name of the checkpoint, the same on all hosts.
-        branch: With `step`, its place in the history of the run.
-        step: Its step.
-        incarnation: Name of this start of the job.
-        origin: See `HostManifest.origin`.
+        point: Its position in the history of the run.
+        lineage: Stored with it.
         num_copies: Number of hosts that have each share.
         directories: The host directory of each rank.
         job: The job's folder on this host.
@@ -44,10 +43,8 @@ class TierSaveCall(SaveCall):
     """
 
     name: str
-    branch: int
-    step: int
-    incarnation: str
-    origin: tuple[int, int, str] | None
+    point: Point
+    lineage: Lineage
     num_copies: int
     directories: Sequence[HostDirectory]
     job: JobFolder
@@ -56,7 +53,7 @@ class TierSaveCall(SaveCall):
     @property
     def what(self) -> str:
         """Name of the save, for messages."""
-        return f"saving step {self.step} to memory"
+        return f"saving step {self.point.step} to memory"
 
     @property
     def occasion(self) -> str:
@@ -141,9 +138,8 @@ def _host_manifest(call: TierSaveCall, nbytes: int, table: bytes, copies: CopyPl
     digest = xxhash.xxh3_128_hexdigest(table)
     shares = sorted(ShareTable.parse(table, digest, call.what).shares)
     held = tuple(number for number in copies.held if number in shares)
-    return HostManifest(
-        call.branch, call.step, nbytes, tuple(shares), held, digest, call.incarnation, call.origin
-    )
+    lineage = call.lineage
+    return HostManifest(*call.point, nbytes, tuple(shares), held, digest, lineage.incarnation, lineage.origin)
 
 
 def _pack(published: Published) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -17,9 +17,8 @@ from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join, separate_call
 from fastload.comm.traces import Tracing
 from fastload.comm.world import Decisions, World
-from fastload.errors import FastloadError, OptionError, StorageError
+from fastload.errors import FastloadError, OptionError, StorageError, may_be_gone
 from fastload.memory_tier.flush import EmergencyFlush, flush
-from fastload.memory_tier.manifest import StoredCheckpoint
 from fastload.memory_tier.restore import InMemoryCheckpoint, load, survey
 from fastload.memory_tier.save import TierSaveCall, finish
 from fastload.options import SaveOptions
@@ -27,9 +26,11 @@ from fastload.report import SaveReport
 from fastload.saving.background import FinishedSave
 from fastload.saving.save import BegunSave, begin
 from fastload.saving.snapshot import BufferPool
-from fastload.storage import Location, Target
+from fastload.storage import Target
 from fastload.storage.memory_folder import HostDirectory, JobFolder, find_memory, remove_dead
 from fastload.storage.memory_target import MemoryTarget
+from fastload.training.retention import Lineage, Point
+from fastload.training.tier import Found, TierJob
 
 _log = logging.getLogger(__name__)
 
@@ -39,53 +40,8 @@ LEFT_S = 24 * 3600.0
 _ELEMENT_BYTES = 16  # blocks of shares must end between elements
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierJob:
-    """The job that a memory tier belongs to.
-
-    Attributes:
-        world: The ranks of the training.
-        group: Their process group, as for `fastload.load`.
-        root: Root of the checkpoints.
-        memory: A directory on each host, or ``auto``.
-        num_copies: Number of hosts that have each share.
-        options: How to save to storage.
-        incarnation: A random name of this start of the job.
-        run: The random name of the run, 16 hex digits.
-        locate: Returns the place of the checkpoint of a step on storage.
-        open_target: Opens write access to the checkpoint of a step on storage.
-        list_stored: Lists the usable checkpoints on storage.
-    """
-
-    world: World
-    group: Any
-    root: Location
-    memory: str
-    num_copies: int
-    options: SaveOptions
-    incarnation: str
-    run: str
-    locate: Callable[[int], Location]
-    open_target: Callable[[int], Target]
-    list_stored: Callable[[], list[StoredCheckpoint]]
-
-    @property
-    def tier_options(self) -> SaveOptions:
-        """How to save to memory: all ranks write."""
-        options = self.options
-        return replace(
-            options,
-            writers="all",
-            shared=True,
-            overwrite=True,
-            check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
-            trace=None,
-            progress=None,
-        )
-
-
-class TierSave:
-    """A save to memory, in the background.
+class MemorySave:
+    """A save to memory, in the background; a `TierSave`.
 
     Args:
         work: Finishes it.
@@ -126,8 +82,54 @@ class TierSave:
             self._ended.set()
 
 
-def open_tier(job: TierJob) -> MemoryTier:
+@dataclass(frozen=True)
+class FoundInMemory:
+    """An in-memory checkpoint; a `Found`.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        group: The ranks, as for `fastload.load`.
+        folder: The job's folder on this host.
+    """
+
+    checkpoint: InMemoryCheckpoint
+    group: Any
+    folder: JobFolder
+    source = "memory"
+
+    @property
+    def point(self) -> Point:
+        """Position in the history of the run."""
+        return self.checkpoint.manifest.point
+
+    @property
+    def problem(self) -> str:
+        """Names the number of missing shares; empty if there are all."""
+        return self.checkpoint.problem
+
+    @property
+    def lineage(self) -> Lineage:
+        """Shows whether the run went on without it."""
+        return self.checkpoint.manifest.lineage
+
+    def load(self, arguments: Mapping[str, Any]) -> Any:
+        """Loads it on all ranks, with arguments of `fastload.load`; raises as `restore.load`."""
+        given = dict(arguments)
+        group, options = given.pop("process_group"), given.pop("options")
+        given.pop("storage_options")
+        return load(group, self.folder, self.checkpoint, options, given)
+
+    def blames(self, error: BaseException) -> bool:
+        """Whether an error shows damage, or that the checkpoint is gone."""
+        return may_be_gone(error)
+
+
+def open_tier(job: TierJob, *, directory: str) -> MemoryTier:
     """Opens the memory tier of a job on all ranks.
+
+    Args:
+        job: The job.
+        directory: A directory on this host, or ``auto``.
 
     Raises:
         FastloadError: Some host has no directory for it, or an option is invalid with it.
@@ -135,7 +137,7 @@ def open_tier(job: TierJob) -> MemoryTier:
     folder: JobFolder | None = None
     try:
         with job.world.ending(), job.world.step(f"making room in memory for {job.root}") as step:
-            folder = _open_folder(job)
+            folder = _open_folder(job, directory)
             step.answer(folder.host_directory)
     except BaseException:
         if folder is not None:
@@ -144,7 +146,7 @@ def open_tier(job: TierJob) -> MemoryTier:
     return MemoryTier(job, folder, [HostDirectory(*directory) for directory in step.answers])
 
 
-def _open_folder(job: TierJob) -> JobFolder:
+def _open_folder(job: TierJob, directory: str) -> JobFolder:
     """Opens the job's folder on this host; removes those that dead jobs have left.
 
     Raises:
@@ -154,7 +156,7 @@ def _open_folder(job: TierJob) -> JobFolder:
     block_bytes = job.options.block_bytes
     if block_bytes is not None and block_bytes % _ELEMENT_BYTES:
         raise OptionError(f"block_bytes={block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory=")
-    memory = find_memory() if job.memory == "auto" else job.memory
+    memory = find_memory() if directory == "auto" else directory
     for dead in remove_dead(memory, older_s=LEFT_S, but=job.run):
         _log.info("removed %s, which a dead job left behind: %d bytes", dead.path, dead.nbytes)
     return JobFolder(memory, job.run, job.root.url)
@@ -167,8 +169,21 @@ def _close(folder: JobFolder, *, remove: bool) -> None:
         _log.warning("cannot remove the memory tier of this job: %s", error)
 
 
+def _options_in_memory(options: SaveOptions) -> SaveOptions:
+    """Returns how to save to memory: all ranks write."""
+    return replace(
+        options,
+        writers="all",
+        shared=True,
+        overwrite=True,
+        check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
+        trace=None,
+        progress=None,
+    )
+
+
 class MemoryTier:
-    """The memory tier of a job, on one rank.
+    """The memory tier of a job, on one rank; a `Tier`.
 
     Args:
         job: The job.
@@ -177,13 +192,12 @@ class MemoryTier:
 
     Attributes:
         last: The last save, or None.
-        flushed: Branch and step of the checkpoint that was flushed to storage, or None.
-        emergency: The flush to storage after a signal.
     """
 
+    name = "memory"
+
     def __init__(self, job: TierJob, folder: JobFolder, directories: Sequence[HostDirectory]) -> None:
-        self.last: TierSave | None = None
-        self.flushed: tuple[int, int] | None = None
+        self.last: MemorySave | None = None
         self._job = job
         self._folder = folder
         self._directories = directories
@@ -193,18 +207,16 @@ class MemoryTier:
         what = "waiting for rank 0: has the last save to memory ended?"
         self._decisions = Decisions(job.world, "memory", what)
         self._asked = -1, False  # the last step, and whether a save could begin at it
-        self.emergency = EmergencyFlush(self._join("flushing the memory tier to storage"), self._flush)
+        self._flushed: Point | None = None
+        self._emergency = EmergencyFlush(self._join("flushing the memory tier to storage"), self._flush)
 
     @property
     def num_hosts(self) -> int:
-        """Number of machines, which can be lost one by one."""
+        """Number of machines."""
         return len({directory.machine for directory in self._directories})
 
     def admits(self, step: int) -> bool:
-        """Whether a save can begin at a step: the last one has ended on rank 0. Same on all ranks.
-
-        All ranks call it at the same steps. A repeated call for a step returns the same.
-        """
+        """Whether the last save has ended on rank 0."""
         if step != self._asked[0]:
             if self._job.world.rank == 0:
                 self._decisions.post(self.last is None or self.last.done())
@@ -216,49 +228,34 @@ class MemoryTier:
 
     def save(
         self,
-        step: int,
-        branch: int,
+        point: Point,
+        lineage: Lineage,
         state: Any,
         metadata: Mapping[str, str],
         *,
-        origin: tuple[int, int, str] | None = None,
         problem: Exception | None = None,
-    ) -> TierSave:
-        """Copies this rank's share of a state, which may change afterwards; saves it in the background.
-
-        All errors are warnings, those of the state as well: the other ranks hear of them in the background,
-        where they cannot raise. A save to storage does.
-
-        Args:
-            step: Step of the training.
-            branch: With `step`, its place in the history of the run.
-            state: As for `fastload.save`.
-            metadata: Text to store with it.
-            origin: See `HostManifest.origin`.
-            problem: Why this rank cannot save; None if it can.
-        """
+    ) -> MemorySave:
+        """Saves a state, with copies on other hosts, as `Tier.save`."""
         began = time.perf_counter()
         self.wait()
         is_first = self.last is None or not self.last.error  # only the first failure in a row is a warning
         self._num_begun += 1
-        name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
-        world = self._join(f"saving step {step} to memory")
+        name = xxhash.xxh3_64_hexdigest(f"{lineage.incarnation} {self._num_begun}".encode())
+        step, world = point.step, self._join(f"saving step {point.step} to memory")
         call = TierSaveCall(
             world,
             self._job.locate(step),
             metadata=metadata,
             storage_options=None,
-            options=self._job.tier_options,
+            options=_options_in_memory(self._job.options),
             raise_earlier=None,
             tracing=Tracing(world, None),
             began=began,
             problem=problem,
             pool=self._buffers,
             name=name,
-            branch=branch,
-            step=step,
-            incarnation=self._job.incarnation,
-            origin=origin,
+            point=point,
+            lineage=lineage,
             num_copies=self._job.num_copies,
             directories=self._directories,
             job=self._folder,
@@ -282,7 +279,7 @@ class MemoryTier:
             outcome = "is saved" if is_saved else "is not saved"
             _log.log(level, "step %d %s to memory: %s", step, outcome, error)
 
-        self.last = TierSave(work, warn)
+        self.last = MemorySave(work, warn)
         return self.last
 
     def wait(self) -> None:
@@ -290,30 +287,30 @@ class MemoryTier:
         if self.last is not None:
             self.last.wait()
 
-    def survey(self) -> list[InMemoryCheckpoint]:
-        """Returns the in-memory checkpoints, complete or not, oldest first. A call of all ranks.
-
-        Raises:
-            FastloadError: Some rank could not read its host's manifests.
-        """
+    def survey(self) -> list[FoundInMemory]:
+        """Returns the in-memory checkpoints on all hosts, complete or not, oldest first."""
         self.wait()
         job, what = self._job, f"looking for in-memory checkpoints of {self._job.root}"
         with separate_call(job.group, what, timeout_s=job.options.timeout_s) as world:
-            return survey(world, self._folder)
+            return [
+                FoundInMemory(checkpoint, job.group, self._folder)
+                for checkpoint in survey(world, self._folder)
+            ]
 
-    def load(self, checkpoint: InMemoryCheckpoint, arguments: Mapping[str, Any]) -> Any:
-        """Loads a checkpoint, with arguments of `fastload.load`; raises as `restore.load`."""
-        given = dict(arguments)
-        group, options = given.pop("process_group"), given.pop("options")
-        given.pop("storage_options")
-        return load(group, self._folder, checkpoint, options, given)
-
-    def keep_only(self, name: str) -> None:
-        """Retires all other checkpoints on this host; all if the name is empty."""
+    def restored(self, found: Found | None) -> None:
+        """Retires all other checkpoints on this host."""
         try:
-            self._folder.retire(name)
+            self._folder.retire(cast(FoundInMemory, found).checkpoint.name if found is not None else "")
         except FastloadError as error:
             _log.warning("cannot remove old in-memory checkpoints: %s", error)
+
+    def arm(self) -> None:
+        """Flushes the newest checkpoint to storage after a while, unless the training saves before."""
+        self._emergency.arm()
+
+    def yield_to_training(self) -> None:
+        """Gives up the flush; if it has begun, waits for its end."""
+        self._emergency.yield_to_training()
 
     def _flush(self, world: World) -> None:
         """Writes the newest checkpoint to storage, if storage has none as new; on all ranks.
@@ -331,7 +328,7 @@ class MemoryTier:
         if job.options.shared is False:
             raise StorageError("with shared=False each host has its own copy there", url=job.root.url)
         flush(world, self._folder, chosen, partial(job.open_target, chosen.step), job.options)
-        self.flushed = chosen.point
+        self._flushed = chosen.manifest.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", chosen.step)
 
@@ -341,14 +338,27 @@ class MemoryTier:
         current = [
             checkpoint
             for checkpoint in checkpoints
-            if checkpoint.is_complete and not checkpoint.manifest.overtaken_by(stored)
+            if not checkpoint.problem and not checkpoint.manifest.lineage.overtaken_by(stored)
         ]
         newest = max((checkpoint.point for checkpoint in stored), default=None)
-        if not current or (newest is not None and newest >= current[-1].point):
+        if not current or (newest is not None and newest >= current[-1].manifest.point):
             return ""
         return current[-1].name
 
-    def close(self, *, remove: bool, wait_s: float | None = None) -> None:
+    def close(self, *, goes_well: bool, lacking: Point | None, flushes: bool) -> None:
+        """Flushes what storage lacks, and removes the in-memory checkpoints that it has then."""
+        if not goes_well:
+            self._emergency.disarm()
+            return self._close(wait_s=self._job.world.grace_s)
+        if flushes and not self._has_flushed(lacking):
+            self._emergency.write_now()
+        self._emergency.yield_to_training()
+        self._close(remove=self._has_flushed(lacking))
+
+    def _has_flushed(self, lacking: Point | None) -> bool:
+        return lacking is None or (self._flushed is not None and self._flushed >= lacking)
+
+    def _close(self, *, remove: bool = False, wait_s: float | None = None) -> None:
         """Closes the tier.
 
         Args:

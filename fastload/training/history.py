@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -13,11 +14,9 @@ from fastload.comm.world import World
 from fastload.errors import CheckpointError, FastloadError, OptionError
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
-from fastload.memory_tier.manifest import StoredCheckpoint
 from fastload.storage import Location, locate
-from fastload.storage.memory_folder import CHECKPOINT_NAME as RUN_NAME
 from fastload.training.catalog import Catalog, Entry
-from fastload.training.retention import Point, branch_for
+from fastload.training.retention import Lineage, Point, StoredCheckpoint, branch_for
 
 _log = logging.getLogger(__name__)
 _RECORDED = ("complete", "damaged")  # states of checkpoints with a commit record
@@ -25,6 +24,8 @@ _UNSUPPORTED = "unsupported"
 _FOLDER = "fastload-run"  # a checkpoint without files, which works on every storage
 _RUN_PREFIX = "fastload-"  # shorter than the name, which some stores do not list
 _RUN, _ROOT = "run", "root"
+_FIRST = Point(0, 0)
+_RUN_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Listing:
     def stored(self, damaged: Collection[int]) -> list[StoredCheckpoint]:
         """Returns the complete checkpoints, but for steps that are known to be damaged."""
         return [
-            StoredCheckpoint(*point, self.records[point].digest, self.records[point].incarnation)
+            StoredCheckpoint(point, self.records[point].digest, self.records[point].incarnation)
             for point in self.complete
             if point.step not in damaged
         ]
@@ -61,7 +62,7 @@ class RecordSeen(NamedTuple):
     Attributes:
         digest: Its digest; empty if it is damaged.
         saved_s: Its time, in seconds since 1970.
-        incarnation: Name of the start of the job that saved it; empty if it had no memory tier.
+        incarnation: Name of the start of the job that saved it; empty if it had no tier.
     """
 
     digest: str
@@ -77,7 +78,7 @@ class History:
         catalog: The checkpoints.
         lists: Whether this rank lists storage; at least one rank does.
         process_group: Their group, as for `fastload.load`.
-        incarnation: Name of this start of the job, if it has a memory tier.
+        incarnation: Name of this start of the job, if it has a tier.
 
     Attributes:
         incarnation: As given.
@@ -92,8 +93,8 @@ class History:
         self._catalog = catalog
         self._lists = lists
         self._newest: Point | None = None  # that was listed, noted, or is about to be saved
-        self._in_memory: Point | None = None
-        self._memory_is_void = False
+        self._in_tier: Point | None = None
+        self._tier_is_void = False
         self._abandoned: Point | None = None
         self._listing: Listing | None = None  # the last one
         self._warned: set[int] = set()
@@ -131,8 +132,8 @@ class History:
             },
         )
         self._newest = max(listing.recorded, default=None)
-        if self._in_memory is not None:
-            self._newest = max(self._newest or self._in_memory, self._in_memory)
+        if self._in_tier is not None:
+            self._newest = max(self._newest or self._in_tier, self._in_tier)
         self._listing = listing
         return listing
 
@@ -155,10 +156,10 @@ class History:
         ]
 
     @property
-    def origin(self) -> tuple[int, int, str] | None:
-        """The newest listed checkpoint of another start of the job; see `HostManifest.origin`."""
+    def lineage(self) -> Lineage:
+        """What this start of the job knows of storage, for the checkpoints that it saves to a tier."""
         if self._listing is None:
-            return None
+            return Lineage(self.incarnation)
         records = self._listing.records
         others = [
             point
@@ -166,7 +167,8 @@ class History:
             if records[point].digest and records[point].incarnation != self.incarnation
         ]
         newest = max(others, default=None)
-        return None if newest is None else (*newest, records[newest].digest)
+        origin = (*newest, records[newest].digest) if newest is not None else None
+        return Lineage(self.incarnation, origin)
 
     def listed(self) -> Listing:
         """Returns the last listing, or lists; a call of all ranks.
@@ -176,32 +178,37 @@ class History:
         """
         return self._listing if self._listing is not None else self.look()
 
-    def is_durable(self, *written: tuple[int, int] | None) -> bool:
-        """Whether nothing in memory is newer than these checkpoints on storage."""
-        if self._memory_is_void:
-            return True
-        points = [point for point in written if point is not None]
-        return bool(points) and (self._in_memory is None or self._in_memory <= max(points))
+    def lacking(self, saved: Point | None) -> Point | None:
+        """Returns the newest position in the tier, unless storage has it or a newer one.
+
+        Without a save to storage, what earlier starts have left in the tier may be newer than all.
+
+        Args:
+            saved: The newest checkpoint that this start has saved to storage, or None.
+        """
+        if self._tier_is_void or (saved is not None and saved >= (self._in_tier or saved)):
+            return None
+        return self._in_tier or _FIRST
 
     @property
-    def has_memory(self) -> bool:
-        """Whether this start of the job has saved to memory, or restored from it."""
-        return self._in_memory is not None
+    def uses_tier(self) -> bool:
+        """Whether this start of the job has saved to the tier, or restored from it."""
+        return self._in_tier is not None
 
-    def note_memory(self, point: Point, *, is_abandoned: bool = False) -> None:
-        """Notes the newest in-memory checkpoint, which storage does not list.
+    def note_in_tier(self, point: Point, *, is_abandoned: bool = False) -> None:
+        """Notes the newest checkpoint in the tier, which storage does not list.
 
         Args:
             point: Its position.
             is_abandoned: Whether the run continues from an older checkpoint.
         """
-        self._in_memory, self._memory_is_void = point, False
+        self._in_tier, self._tier_is_void = point, False
         self._abandoned = point if is_abandoned else None
         self._newest = point if self._newest is None else max(self._newest, point)
 
-    def note_void_memory(self) -> None:
-        """Notes that in-memory checkpoints are useless: older than those on storage, or incomplete."""
-        self._in_memory, self._abandoned, self._memory_is_void = None, None, True
+    def note_void_tier(self) -> None:
+        """Notes that all in the tier is useless: older than what is on storage, or incomplete."""
+        self._in_tier, self._abandoned, self._tier_is_void = None, None, True
 
     def branch_for(self, step: int, *, is_void: bool = False) -> int:
         """Returns the branch of the next checkpoint. A call of all ranks.
@@ -225,7 +232,7 @@ class History:
         if is_void and newest is not None:
             step = max(step, newest.step)  # so that the run does not go back on this rank alone
         branch = branch_for(step, newest)
-        if Point(branch, step) == self._abandoned:  # of equal points, a restore prefers memory
+        if Point(branch, step) == self._abandoned:  # of equal points, a restore prefers the tier
             branch += 1
         if newest is not None and branch > newest.branch and self._world.rank == 0:
             _log.warning(
@@ -317,7 +324,7 @@ class RunName:
             except CheckpointError:
                 return None
         run = metadata.get(_RUN, "")
-        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if RUN_NAME.fullmatch(run) else None
+        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if _RUN_NAME.fullmatch(run) else None
 
 
 class _StoredName(NamedTuple):

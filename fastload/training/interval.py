@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from fastload.errors import OptionError
 from fastload.training.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
+from fastload.training.tier import STORAGE, TierSave
 
 if TYPE_CHECKING:
-    from fastload.memory_tier.tier import TierSave
     from fastload.saving.background import SaveHandle
 
 T = TypeVar("T")
@@ -27,8 +27,7 @@ _NUM_STEPS = 101  # last steps, whose median is the time of a step
 _NUM_SAVES = 5  # last ones that a policy of the caller is told of
 _MIN_STEP_S = 1e-6
 
-STORAGE, MEMORY = "storage", "memory"
-"""The tiers that a manager saves to."""
+_TIER = "tier"  # other than storage; only a policy of the caller knows its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +108,17 @@ class EndedSave(NamedTuple):
 
 
 class TrainingTimes:
-    """The times of the steps and saves of a training, on this rank; waits for saves are no time of a step."""
+    """The times of the steps and saves of a training, on this rank; waits for saves are no time of a step.
 
-    def __init__(self) -> None:
+    Args:
+        tiers: Names of the places that the training saves to.
+    """
+
+    def __init__(self, *tiers: str) -> None:
         self._steps_s: list[float] = []
         self._last_s: float | None = None
         # Each with the seconds that it stalled the training.
-        self._running: dict[str, list[tuple[SaveHandle | TierSave, float]]] = {MEMORY: [], STORAGE: []}
+        self._running: dict[str, list[tuple[SaveHandle | TierSave, float]]] = {tier: [] for tier in tiers}
 
     @property
     def num_steps(self) -> int:
@@ -189,8 +192,8 @@ class IntervalController:
         self._num_hosts = num_hosts
         self._storage: _TierInterval | None = None
         self._memory: _TierInterval | None = None
-        self._times = TrainingTimes()
-        self._since = dict.fromkeys((STORAGE, MEMORY), time.monotonic())
+        self._times = TrainingTimes(_TIER, STORAGE)
+        self._since = dict.fromkeys((STORAGE, _TIER), time.monotonic())
         if policy.every is None or policy.mtbf_s is None:
             return
         cadence = AdaptiveInterval(
@@ -214,7 +217,7 @@ class IntervalController:
         """Seconds between saves to memory, likewise."""
         if self._memory is None or self._policy.has_memory_interval:
             return self._policy.memory_every_seconds
-        return self._seconds(MEMORY, self._memory)
+        return self._seconds(_TIER, self._memory)
 
     def _seconds(self, name: str, tier: _TierInterval) -> float | None:
         is_first_running = self._times.is_running(name) and not tier.cadence.saves
@@ -231,7 +234,7 @@ class IntervalController:
     def take_due(self) -> tuple[set[str], str]:
         """Returns the tiers to which a save is due by now, once for each save, and no problem."""
         now, due = time.monotonic(), set()
-        for tier, seconds in ((STORAGE, self.storage_s), (MEMORY, self.memory_s)):
+        for tier, seconds in ((STORAGE, self.storage_s), (_TIER, self.memory_s)):
             if seconds is not None and now >= self._since[tier] + seconds:
                 due.add(tier)
                 self._since[tier] = now
@@ -241,11 +244,11 @@ class IntervalController:
         """Notes that a save to storage begins, and with it the interval to the next one."""
         self._since[STORAGE] = time.monotonic()
 
-    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
-        """Calls `save`, and measures the stall of the training; the save is one to storage or to memory."""
+    def measure(self, save: Callable[[], SaveT], *, to_tier: bool = False) -> SaveT:
+        """Calls `save`, and measures the stall of the training; the save is one to storage or to the tier."""
         if self._storage is None:
             return save()
-        running, ended = self._times.measure(save, MEMORY if in_memory else STORAGE)
+        running, ended = self._times.measure(save, _TIER if to_tier else STORAGE)
         if ended is not None:
             self._learn(ended)
         return running
@@ -258,7 +261,7 @@ class IntervalController:
         return self._times.pause(wait)
 
     def _learn(self, ended: EndedSave) -> None:
-        tier = self._memory if ended.tier == MEMORY else self._storage
+        tier = self._memory if ended.tier == _TIER else self._storage
         if not self._times.num_steps or tier is None or self._storage is None:
             return
         save = MeasuredSave(max(self._times.step_s, _MIN_STEP_S), ended.stall_s, ended.background_s)
@@ -349,7 +352,7 @@ class SavePolicy(Protocol):
     """
 
     def due(self, step: int, now_s: float, measured: Measured) -> Collection[str]:
-        """Returns the tiers to save to: ``storage``, and with a memory tier ``memory``; empty for none.
+        """Returns where to save: ``storage``, and with a memory tier ``memory``; empty for nowhere.
 
         Args:
             step: Steps done so far.
@@ -363,13 +366,14 @@ class PolicyController:
 
     Args:
         policy: The policy.
-        has_memory: Whether there is a memory tier.
+        tier: Name of the tier that there is next to storage; empty without one.
     """
 
-    def __init__(self, policy: SavePolicy, *, has_memory: bool) -> None:
-        tiers = (STORAGE, MEMORY) if has_memory else (STORAGE,)
+    def __init__(self, policy: SavePolicy, tier: str = "") -> None:
+        tiers = (STORAGE, tier) if tier else (STORAGE,)
         self._policy = policy
-        self._times = TrainingTimes()
+        self._tier = tier
+        self._times = TrainingTimes(*tiers)
         self._since = dict.fromkeys(tiers, time.monotonic())
         self._saves: dict[str, tuple[EndedSave, ...]] = dict.fromkeys(tiers, ())
         self._due: set[str] = set()
@@ -407,9 +411,9 @@ class PolicyController:
         """Notes that a save to storage begins."""
         self._since[STORAGE] = time.monotonic()
 
-    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
-        """Calls `save`, and measures the stall of the training; the save is one to storage or to memory."""
-        tier = MEMORY if in_memory else STORAGE
+    def measure(self, save: Callable[[], SaveT], *, to_tier: bool = False) -> SaveT:
+        """Calls `save`, and measures the stall of the training; the save is one to storage or to the tier."""
+        tier = self._tier if to_tier else STORAGE
         self._since[tier] = time.monotonic()
         running, ended = self._times.measure(save, tier)
         if ended is not None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastload.base.registry import extension
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
-from fastload.memory_tier.manifest import StoredCheckpoint
 from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.saving.background import QueuedSave, SaveHandle
 from fastload.saving.call import make_call
@@ -27,11 +27,9 @@ from fastload.training.history import History, Listing, RunName
 from fastload.training.interval import IntervalPolicy, SavePolicy
 from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.restore import CheckpointRestorer, require_valid
-from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint
+from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint, StoredCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
-
-if TYPE_CHECKING:  # only if there is a tier
-    from fastload.memory_tier.tier import MemoryTier
+from fastload.training.tier import OpenTier, Tier, TierJob
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Policy:
         async_: Whether to save in the background.
         options: How to save.
         max_pending_saves: Most copies of the state at once.
-        memory: Directory of the memory tier on each host, or ``auto``; None without a tier.
+        tier: Opens a tier next to storage; None without one.
         deltas: Whether to save deltas.
 
     Raises:
@@ -62,7 +60,7 @@ class Policy:
     async_: bool
     options: SaveOptions
     max_pending_saves: int = 1
-    memory: str | None = None
+    tier: OpenTier | None = None
     deltas: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Policy:
             "best": list(best) if best is not None else None,
             "async_": self.async_,
             "deltas": self.deltas,
-            "max_pending_saves": self.max_pending_saves,  # not `memory`, which may differ between hosts
+            "max_pending_saves": self.max_pending_saves,  # not `tier`, which may differ between hosts
             **self.options.shared_values(),
         }
 
@@ -117,18 +115,23 @@ def _require_policy(name: str, policy: object, method: str, keywords: Mapping[st
         raise OptionError(f"{name}= and {', '.join(given)}: give either the policy or these")
 
 
-def memory_directory(memory: str | os.PathLike[str] | None) -> str | None:
-    """Returns the directory of a memory tier, absolute, or ``auto``; None without one.
+def _tier_of(memory: str | os.PathLike[str] | None, tier: OpenTier | None) -> OpenTier | None:
+    """Returns what opens the tier; that of `memory=` is an extension.
 
     Raises:
-        OptionError: It is not a path.
+        OptionError: Both are given, or one is invalid, or the extension is missing.
     """
     if memory is None:
-        return None
+        if tier is not None and not callable(tier):
+            raise OptionError(f"tier={tier!r}: must be callable, and open a tier")
+        return tier
+    if tier is not None:
+        raise OptionError("memory= and tier=: give only one, since there is one tier next to storage")
     path = os.fspath(memory)
     if not isinstance(path, str) or not path:
         raise OptionError(f"memory={memory!r}: must be 'auto' or a directory on each host")
-    return path if path == "auto" else os.path.abspath(path)
+    open_tier = extension("tiers", "memory", "memory=")
+    return partial(open_tier, directory=path if path == "auto" else os.path.abspath(path))
 
 
 class CheckpointManager:
@@ -191,6 +194,8 @@ class CheckpointManager:
         memory_every_steps: Steps between saves to memory.
         memory_every_seconds: Seconds between saves to memory.
         memory_copies: Number of hosts that have each host's share; one host less may be lost.
+        tier: Opens another tier in place of that of `memory`, which the keywords above are for then; see
+            `fastload.training.tier`.
         process_group: As for `fastload.load`.
         storage_options: As for `fastload.load`.
         options: How to save. A checkpoint of the same step is replaced; `overwrite` has no effect.
@@ -224,13 +229,14 @@ class CheckpointManager:
         memory_every_steps: int | None = None,
         memory_every_seconds: float | None = None,
         memory_copies: int = 2,
+        tier: OpenTier | None = None,
         process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
         with Meeting(process_group, f"managing the checkpoints in {name_of(root)}") as meeting:
             chosen = meeting.choose(options, SaveOptions)
-            directory = memory_directory(memory)
+            opens_tier = _tier_of(memory, tier)
             intervals: dict[str, Any] = {
                 "every": every,
                 "every_steps": every_steps,
@@ -241,7 +247,7 @@ class CheckpointManager:
             if save_policy is not None:
                 _require_policy("save_policy", save_policy, "due", intervals)
                 intervals["every_seconds"] = math.inf
-                intervals["memory_every_seconds"] = math.inf if directory is not None else None
+                intervals["memory_every_seconds"] = math.inf if opens_tier is not None else None
             rules: dict[str, Any] = {
                 "keep_last": keep_last,
                 "keep_every": keep_every,
@@ -259,7 +265,7 @@ class CheckpointManager:
                     mtbf_s=mtbf_s,
                     restart_s=restart_s,
                     budget=budget,
-                    memory_copies=memory_copies if directory is not None else None,
+                    memory_copies=memory_copies if opens_tier is not None else None,
                 ),
                 save_policy,
                 retention,
@@ -267,7 +273,7 @@ class CheckpointManager:
                 async_,
                 replace(chosen, overwrite=True),
                 max_pending_saves,
-                directory,
+                opens_tier,
                 deltas,
             )
             load_options = LoadOptions(timeout_s=chosen.timeout_s, retries=chosen.retries)
@@ -288,9 +294,9 @@ class CheckpointManager:
             self._catalog,
             lists=lists,
             process_group=process_group,
-            incarnation=incarnation if policy.memory is not None else "",
+            incarnation=incarnation if policy.tier is not None else "",
         )
-        self._tier = self._open_tier(incarnation, run)
+        self._tier = self._open_tier(run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.max_pending_saves, policy.retention)
         self._schedule = SaveSchedule(world, policy.interval, policy.save_policy, self._pending, self._tier)
@@ -299,22 +305,18 @@ class CheckpointManager:
             self._cleaner = Cleaner(self._catalog, policy.keeps, Checkpoint.urls_in_use)
             self._cleaner.clean()
 
-    def _open_tier(self, incarnation: str, run: str) -> MemoryTier | None:
-        """Opens the memory tier, if there is one."""
+    def _open_tier(self, run: str) -> Tier | None:
+        """Opens the tier, if there is one."""
         policy = self._policy
-        if policy.memory is None or policy.interval.memory_copies is None:
+        if policy.tier is None or policy.interval.memory_copies is None:
             return None
-        from fastload.memory_tier.tier import TierJob, open_tier
-
-        return open_tier(
+        return policy.tier(
             TierJob(
                 world=self._world,
                 group=self._defaults["process_group"],
                 root=policy.root,
-                memory=policy.memory,
                 num_copies=policy.interval.memory_copies,
                 options=policy.options,
-                incarnation=incarnation,
                 run=run,
                 locate=self._catalog.path,
                 open_target=self._catalog.target,
@@ -324,7 +326,7 @@ class CheckpointManager:
 
     def _list_stored(self) -> list[StoredCheckpoint]:
         return [
-            StoredCheckpoint(*entry.point, entry.summary.digest, entry.summary.incarnation)
+            StoredCheckpoint(entry.point, entry.summary.digest, entry.summary.incarnation)
             for entry in self._catalog.usable()
             if entry.summary is not None
         ]
@@ -342,7 +344,7 @@ class CheckpointManager:
         with world.ending(), world.step(what) as comparing:
             shared = self._catalog.shared
             view = {"host": world.node, "shared": shared, "incarnation": new_token()}
-            looks = policy.memory is not None and (world.rank == 0 or not shared)
+            looks = policy.tier is not None and (world.rank == 0 or not shared)
             run = name.read() if looks else ""
             comparing.answer({**view, "same": policy.shared_values(), "run": run})
         views = comparing.answers
@@ -352,7 +354,7 @@ class CheckpointManager:
         lists, cleans = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
         incarnation = views[0]["incarnation"]
         run = next((view["run"] for view in views if view["run"]), incarnation)
-        if policy.memory is not None:
+        if policy.tier is not None:
             with world.ending(), world.step(what):
                 if cleans:
                     name.write(run)
@@ -377,10 +379,10 @@ class CheckpointManager:
         answer = self._schedule.ask(step)
         if answer.failed and self._pending.holds(answer.failed):
             self._raise_failed(answer.failed)
-        return answer.save or self._goes_to_memory(answer, step)
+        return answer.save or self._goes_to_tier(answer, step)
 
-    def _goes_to_memory(self, answer: ScheduleAnswer, step: int) -> bool:
-        return self._tier is not None and answer.memory and self._tier.admits(step)
+    def _goes_to_tier(self, answer: ScheduleAnswer, step: int) -> bool:
+        return self._tier is not None and answer.tier and self._tier.admits(step)
 
     @property
     def stop_requested(self) -> bool:
@@ -413,20 +415,18 @@ class CheckpointManager:
         if problem is not None:  # this rank meets the others where they are, and they hear of it
             step, own_metrics = self._schedule.stand_in(step), None
         answer = self._schedule.answer_for(step)
-        self._restorer.note_memory()
+        self._restorer.note_tier()
         branch, path = self._history.branch_for(step, is_void=problem is not None), self.path(step)
         metadata = metadata_of(step, own_metrics, branch, self._history.incarnation)
-        if self._tier is not None and self._goes_to_memory(answer, step):
-            origin = self._history.origin
-            save_to_memory = partial(
-                self._tier.save, step, branch, state, metadata, origin=origin, problem=problem
-            )
-            self._schedule.measure(save_to_memory, in_memory=True)
-            self._history.note_memory(Point(branch, step))
+        if self._tier is not None and self._goes_to_tier(answer, step):
+            point, lineage = Point(branch, step), self._history.lineage
+            save_to_tier = partial(self._tier.save, point, lineage, state, metadata, problem=problem)
+            self._schedule.measure(save_to_tier, to_tier=True)
+            self._history.note_in_tier(point)
             if not answer.save:
                 return
         if self._tier is not None and self._schedule.stop_requested:
-            self._tier.emergency.yield_to_training()
+            self._tier.yield_to_training()
         saved = SavedCheckpoint(step, 0.0, metrics_of(metadata), branch)
         request = SaveRequest(saved, path, self._schedule.stop_requested, is_void=problem is not None)
         if failed := self._schedule.pause(lambda: self._pending.make_room(request)):
@@ -509,7 +509,7 @@ class CheckpointManager:
             FastloadError: As for `all_steps`.
         """
         listing = self._look()
-        points = [Point(*found.point) for found in self._restorer.in_memory(listing)]
+        points = [found.point for found in self._restorer.in_tier(listing)]
         self._catalog.require_supported(listing.unsupported)
         newest = max([*listing.complete, *points], default=None)
         return newest.step if newest is not None else None
@@ -619,18 +619,9 @@ class CheckpointManager:
             self._pending.close()
             self._schedule.close()
             if self._tier is not None:
-                self._end_tier(self._tier, goes_well=goes_well)
-
-    def _end_tier(self, tier: MemoryTier, *, goes_well: bool) -> None:
-        """Removes the in-memory checkpoints, unless storage lacks the newest."""
-        if not goes_well:
-            tier.emergency.disarm()
-            return tier.close(remove=False, wait_s=self._world.grace_s)
-        saved, has_memory = self._pending.newest, self._history.has_memory
-        if (self.stop_requested or has_memory) and not self._history.is_durable(saved, tier.flushed):
-            tier.emergency.write_now()
-        tier.emergency.yield_to_training()
-        tier.close(remove=self._history.is_durable(saved, tier.flushed))
+                lacking = self._history.lacking(self._pending.newest)
+                flushes = self.stop_requested or self._history.uses_tier
+                self._tier.close(goes_well=goes_well, lacking=lacking, flushes=flushes)
 
     def _require_open(self) -> None:
         if self._open_in is None:

@@ -8,7 +8,7 @@ of earlier branches. Clocks are not used.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +33,54 @@ def branch_for(step: int, newest: Point | None) -> int:
     if newest is None:
         return 0
     return newest.branch + 1 if step < newest.step else newest.branch
+
+
+class StoredCheckpoint(NamedTuple):
+    """A usable checkpoint on storage, as its root lists it.
+
+    Attributes:
+        point: Position in the history of the run.
+        digest: Digest of its commit record.
+        incarnation: Name of the start of the job that saved it; empty if it had no tier.
+    """
+
+    point: Point
+    digest: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which start of the job saved a checkpoint to a tier, and what it knew of storage.
+
+    Attributes:
+        incarnation: Name of the start of the job; empty if that is not known.
+        origin: Branch, step and digest of the newest checkpoint on storage that another start had saved, as
+            this one listed it; None if there was none.
+    """
+
+    incarnation: str = ""
+    origin: tuple[int, int, str] | None = None
+
+    def overtaken_by(self, stored: Iterable[StoredCheckpoint]) -> StoredCheckpoint | None:
+        """Returns the first checkpoint that another start of the job has saved since, or None.
+
+        That start had no tier, or another one, and the run went on without this checkpoint, whatever its
+        step.
+
+        Args:
+            stored: The usable checkpoints on storage.
+        """
+        if not self.incarnation:
+            return None
+        others = [each for each in stored if each.incarnation != self.incarnation and self._is_later(each)]
+        return min(others, key=lambda each: each.point, default=None)
+
+    def _is_later(self, stored: StoredCheckpoint) -> bool:
+        """Whether the start that saved this one cannot have listed a checkpoint of another start."""
+        if self.origin is None or stored.point > self.origin[:2]:
+            return True
+        return stored.point == self.origin[:2] and stored.digest != self.origin[2]
 
 
 @dataclass(frozen=True, slots=True)

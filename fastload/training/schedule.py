@@ -14,14 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastload.comm.world import Decisions, World
 from fastload.errors import OptionError
 from fastload.training.catalog import is_step
 from fastload.training.interval import (
-    MEMORY,
-    STORAGE,
     IntervalController,
     IntervalPolicy,
     PolicyController,
@@ -30,9 +28,7 @@ from fastload.training.interval import (
 )
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
-
-if TYPE_CHECKING:  # only if there is a tier
-    from fastload.memory_tier.tier import MemoryTier
+from fastload.training.tier import STORAGE, Tier
 
 T = TypeVar("T")
 
@@ -50,26 +46,26 @@ class ScheduleAnswer:
         save: Whether to save to storage.
         stop: Whether a signal has asked the job to stop; it stays true.
         failed: Number of a failed save in the background; 0 if there is none.
-        memory: Whether to save to memory.
+        tier: Whether to save to the tier.
         problem: Why the policy of the caller cannot decide; empty if it can.
     """
 
     save: bool = False
     stop: bool = False
     failed: int = 0
-    memory: bool = False
+    tier: bool = False
     problem: str = ""
 
 
 class SaveSchedule:
-    """Decides at which steps to save, and to which tier. All ranks ask at the same steps.
+    """Decides at which steps to save, to storage or to the tier. All ranks ask at the same steps.
 
     Args:
         world: The ranks.
         intervals: When to save.
         policy: The caller's policy, in place of the intervals; None without one.
         pending: This rank's saves.
-        tier: The memory tier, or None.
+        tier: The tier, or None.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class SaveSchedule:
         intervals: IntervalPolicy,
         policy: SavePolicy | None,
         pending: PendingSaves,
-        tier: MemoryTier | None,
+        tier: Tier | None,
     ) -> None:
         self._world = world
         self._intervals = intervals
@@ -86,7 +82,7 @@ class SaveSchedule:
         self._asked: PolicyController | None = None
         self._controller: IntervalController | PolicyController
         if policy is not None:
-            self._controller = self._asked = PolicyController(policy, has_memory=tier is not None)
+            self._controller = self._asked = PolicyController(policy, tier.name if tier is not None else "")
         else:
             self._controller = IntervalController(intervals, tier.num_hosts if tier is not None else 0)
         self._signals = StopSignals(self._on_signal)
@@ -109,19 +105,19 @@ class SaveSchedule:
             self._asked.ask(step)
         decided = self._decider.decide() if self._world.size == 1 else self._windows.next_call()
         stop = self._answer.stop or decided.stop
-        save, in_memory = decided.save or self._missed.save, decided.memory or self._missed.memory
+        save, to_tier = decided.save or self._missed.save, decided.tier or self._missed.tier
         if decided.problem:
             self._answer = replace(self._answer, stop=stop)
-            self._missed = ScheduleAnswer(save=save, memory=in_memory)
+            self._missed = ScheduleAnswer(save=save, tier=to_tier)
             raise OptionError(decided.problem)
         self._missed = ScheduleAnswer()
-        in_memory = in_memory or _is_due(step, self._intervals.memory_every_steps)
+        to_tier = to_tier or _is_due(step, self._intervals.memory_every_steps)
         self._step = step
         self._answer = ScheduleAnswer(
             save=save or _is_due(step, self._intervals.every_steps),
             stop=stop,
             failed=decided.failed,
-            memory=in_memory and not stop,
+            tier=to_tier and not stop,
         )
         return self._answer
 
@@ -138,11 +134,11 @@ class SaveSchedule:
         """Whether a signal has asked the job to stop, as of the last answer."""
         return self._answer.stop
 
-    def measure(self, save: Callable[[], SaveT], *, in_memory: bool = False) -> SaveT:
+    def measure(self, save: Callable[[], SaveT], *, to_tier: bool = False) -> SaveT:
         """Calls `save`. The interval to the next save to storage begins with one to storage."""
-        if not in_memory:
+        if not to_tier:
             self._controller.save_begins()
-        return self._controller.measure(save, in_memory=in_memory)
+        return self._controller.measure(save, to_tier=to_tier)
 
     def pause(self, wait: Callable[[], T]) -> T:
         """Calls a function that waits, which is no time of a step."""
@@ -156,7 +152,7 @@ class SaveSchedule:
     def _on_signal(self) -> None:
         """Notifies rank 0 of a signal; from any thread, never raises."""
         if self._tier is not None:
-            self._tier.emergency.arm()
+            self._tier.arm()
         self._world.rendezvous.tell(_STOP, limit_s=self._world.patience_s)
 
 
@@ -191,7 +187,7 @@ class _Decider:
             save=stop or STORAGE in due,
             stop=stop,
             failed=self._pending.failed,
-            memory=MEMORY in due,
+            tier=bool(due - {STORAGE}),
             problem=problem,
         )
 

@@ -565,7 +565,7 @@ def test_the_intervals_follow_from_what_saves_take(rank: int, world: int, tmp_pa
                     answer = manager._schedule.answer_for(step)
                     manager.save(step, {"weight": torch.zeros(1000) + step, "step": step})
                     saved += [step] if answer.save else []
-                    kept += [step] if answer.memory else []
+                    kept += [step] if answer.tier else []
                     if len(saved) >= 2 and len(kept) >= (2 if given else 0):
                         break
             manager.wait()

@@ -49,7 +49,7 @@ class Clock:
             self.now += stall_s
             return SimpleNamespace(done=lambda: True, report=SimpleNamespace(background_s=background_s))
 
-        pace.measure(save, in_memory=memory)
+        pace.measure(save, to_tier=memory)
         pace.step_done()
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_due_while_the_first_save_is_written(clock: Clock) -> None:
         pace = auto(16, 2)
         first = SimpleNamespace(done=lambda: False, report=None)
         clock.train(pace, 12, 2.0)
-        pace.measure(lambda first=first: first, in_memory=memory)
+        pace.measure(lambda first=first: first, to_tier=memory)
         clock.train(pace, 12, 2.0)
         found = [pace.storage_s, pace.memory_s]
         assert found == pytest.approx([20.0, None] if memory else [None, 20.0])

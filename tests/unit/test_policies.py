@@ -106,7 +106,7 @@ def test_what_a_policy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: now.s, time=lambda: now.s + 1e9)
     monkeypatch.setattr(interval, "time", clock)
     policy = Planned({})
-    controller = PolicyController(policy, has_memory=False)
+    controller = PolicyController(policy)
 
     def save() -> Any:
         now.s += 3.0
@@ -130,7 +130,7 @@ def test_a_policy_by_time_is_asked_again_before_its_save_begins(monkeypatch: pyt
     every_ten_s = SimpleNamespace(
         due=lambda step, now_s, measured: ["storage"] if measured.since_s["storage"] >= 10 else []
     )
-    controller = PolicyController(every_ten_s, has_memory=False)
+    controller = PolicyController(every_ten_s)
     taken = []
     for step in range(100):
         now.s += 0.25
