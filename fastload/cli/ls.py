@@ -1,24 +1,22 @@
-"""``fastload inspect``, ``ls`` and ``prune``: the contents of a checkpoint, a run, or host memory."""
+"""``fastload inspect``, ``ls`` and ``prune``: the contents of a checkpoint or a run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import click
 from rich.filesize import decimal
 
 import fastload
+from fastload.base.registry import extension
 from fastload.base.units import count
 from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
-from fastload.errors import CheckpointNotFound, UnsupportedVersion
+from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Delta, TensorEntry
 from fastload.formats.state import optimizer_states, own_view
 from fastload.geometry.box import row_major
-from fastload.memory_tier.manifest import HostManifest
 from fastload.options import LoadOptions
-from fastload.storage.memory_folder import JobUsage, find_jobs, find_memory, remove_dead
 from fastload.training.catalog import Catalog, Entry
 from fastload.training.retention import Retention
 
@@ -143,7 +141,8 @@ def ls(root: str | None, memory: bool, as_json: bool) -> None:
     to check its data, use `fastload verify`.
     """
     if memory:
-        return _list_memory(root or find_memory(), as_json=as_json)
+        extension("ls", "memory", "--memory")(root, as_json=as_json)
+        return
     catalog = _catalog(root)
     entries = _entries(catalog)
     if as_json:
@@ -167,7 +166,8 @@ def prune(
     targets. The newest complete checkpoint always stays.
     """
     if memory:
-        return _prune_memory(root or find_memory(), dry_run=dry_run)
+        extension("prune", "memory", "--memory")(root, dry_run=dry_run)
+        return
     if keep_last is None:
         raise click.UsageError("Missing option '--keep-last'.")
     catalog = _catalog(root)
@@ -267,61 +267,3 @@ def _note(entry: Entry) -> str:
 
 def _nbytes(entry: Entry) -> int:
     return entry.summary.nbytes if entry.summary is not None else 0
-
-
-def _list_memory(place: str, *, as_json: bool) -> None:
-    jobs = find_jobs(place)
-    if as_json:
-        print_json({"memory": place, "jobs": [_job_as_json(job) for job in jobs]})
-        return
-    if not jobs:
-        click.echo(f"no job has checkpoints in {place}")
-        return
-    table = table_of("root", "step", "shares", "size", "used", "", text=("root", "step", "shares", ""))
-    for job in jobs:
-        manifests = _manifests(job)
-        table.add_row(
-            shown(job.root),
-            ", ".join(str(each.step) for each in manifests) or "–",
-            ", ".join(f"{len(each.held)} of {len(each.shares)}" for each in manifests) or "–",
-            decimal(job.nbytes),
-            f"{age(job.used_s)} ago",
-            "in use" if job.is_alive else "left behind",
-        )
-    console = stdout()
-    print_table(table)
-    total = f"{count(len(jobs), 'job')} in {place}, {decimal(sum(job.nbytes for job in jobs))}"
-    console.print(total, style="bold")
-
-
-def _prune_memory(place: str, *, dry_run: bool) -> None:
-    """Removes the memory of jobs without a living process on this host."""
-    removed = [job for job in find_jobs(place) if not job.is_alive]
-    if not dry_run:
-        removed = remove_dead(place, older_s=0.0)
-    for job in removed:
-        click.echo(f"{'would delete' if dry_run else 'deleted'} {job.path}, which is of {shown(job.root)}")
-    nbytes = sum(job.nbytes for job in removed)
-    click.echo(f"{count(len(removed), 'job')}, {decimal(nbytes)}{' to delete' if dry_run else ''}")
-
-
-def _manifests(job: JobUsage) -> list[HostManifest]:
-    found = []
-    for _, text in job.records:
-        with suppress(UnsupportedVersion):
-            found.append(HostManifest.parse(text))
-    return sorted((each for each in found if each is not None), key=lambda each: (each.branch, each.step))
-
-
-def _job_as_json(job: JobUsage) -> dict[str, Any]:
-    return {
-        "path": job.path,
-        "root": job.root,
-        "in_use": job.is_alive,
-        "used_s": job.used_s,
-        "nbytes": job.nbytes,
-        "checkpoints": [
-            {"step": each.step, "branch": each.branch, "held": each.held, "num_shares": len(each.shares)}
-            for each in _manifests(job)
-        ],
-    }

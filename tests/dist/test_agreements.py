@@ -20,7 +20,7 @@ from fastload.comm.rendezvous import Decision
 from fastload.comm.world import World
 from tests.dist.harness import ranks
 
-RANKS_IMPORT = ("fastload.memory_tier.tier", "fastload.training.manager", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.ext.memory.tier", "fastload.training.manager", "torch.distributed.tensor")
 AGREEMENTS = {
     "save": 4,
     "save again": 4,

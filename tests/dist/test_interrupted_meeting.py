@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions, api
 from fastload.comm.tree import TreeRendezvous
-from fastload.memory_tier import tier
+from fastload.ext.memory import tier
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, outcome_of
 from tests.dist.harness import run_ranks
 

@@ -18,12 +18,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastload
 from fastload import SaveOptions
-from fastload.memory_tier import flush
+from fastload.ext.memory import flush
 from tests.dist.harness import ranks
 from tests.dist.test_manager import warned
 from tests.dist.test_memory_tier import ROOT, keep, manage
 
-RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.ext.memory.tier", "torch.distributed.tensor")
 OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16, max_shard_bytes=3 << 20)
 
 
@@ -121,7 +121,7 @@ def test_a_training_that_ends_in_its_own_way_after_a_signal(rank: int, world: in
         assert steps_in(tmp_path / str(code)) == steps
         assert len(list(own.iterdir())) == (code != 0), "whoever crashed is to be restarted"
     flush.AFTER_S = 0.1
-    with warned("fastload.memory_tier.flush") as lines:
+    with warned("fastload.ext.memory.flush") as lines:
         with manage(tmp_path / "late", memory) as manager:
             keep(manager, 2)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -27,12 +27,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions
 from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
-from fastload.memory_tier import copies
-from fastload.memory_tier import save as tier_save
+from fastload.ext.memory import copies
+from fastload.ext.memory import save as tier_save
+from fastload.ext.memory.folder import JobFolder, find_jobs, find_memory
+from fastload.ext.memory.target import MemoryTarget
 from fastload.report import LoadReport, SaveReport
 from fastload.saving.snapshot import BufferPool
-from fastload.storage.memory_folder import JobFolder, find_jobs, find_memory
-from fastload.storage.memory_target import MemoryTarget
 from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_memory, set_clock
@@ -40,7 +40,7 @@ from tests.dist.patience import patient
 from tests.dist.test_manager import warned
 
 OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
-RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.ext.memory.tier", "torch.distributed.tensor")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 ROOT = "root"
 MODEL, SHARES, MANIFEST, COMMIT = "model.safetensors", "shares.json", "manifest.json", "fastload.json"
@@ -92,7 +92,7 @@ def crash(manager: CheckpointManager) -> None:
 def not_saved() -> Iterator[list[logging.LogRecord]]:
     """Yields what is told of saves to memory that fail; on ranks other than 0 that is for debugging."""
     found: list[logging.LogRecord] = []
-    logger, handler = logging.getLogger("fastload.memory_tier.tier"), logging.Handler()
+    logger, handler = logging.getLogger("fastload.ext.memory.tier"), logging.Handler()
     handler.emit = found.append  # type: ignore[method-assign]
     level = logger.level
     logger.setLevel(logging.DEBUG)

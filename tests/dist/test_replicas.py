@@ -31,7 +31,7 @@ from tests.dist.test_memory_tier import ROOT, crash, keep, manage
 from tests.dist.test_sharded import placed
 from tests.storage.s3_server import BUCKET, s3_server
 
-RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.ext.memory.tier", "torch.distributed.tensor")
 OPTIONS = SaveOptions(timeout_s=20, writers="all", check_replicas="off")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 SHAPES = {"w0": (411, 511), "w1": (3, 5), "w2": (1023, 257), "w3": (511, 129)}  # 2.2 MB in all

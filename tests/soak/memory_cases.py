@@ -27,7 +27,7 @@ from tests.dist.test_memory_tier import manage
 
 __all__ = ["draw", "run"]
 
-RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.ext.memory.tier", "torch.distributed.tensor")
 _STORED = 1  # the step that is on storage
 _TIMEOUT_S = 4.0
 

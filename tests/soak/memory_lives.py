@@ -32,7 +32,7 @@ from tests.dist.harness import run_ranks
 
 __all__ = ["Lives"]
 
-RANKS_IMPORT = ("fastload.memory_tier.tier",)
+RANKS_IMPORT = ("fastload.ext.memory.tier",)
 _TIMEOUT_S = 6.0
 _MOST = 1000  # saves in one life
 

@@ -15,9 +15,9 @@ import torch
 import fastload
 from fastload import CheckpointManager, SaveOptions
 from fastload.errors import FastloadError
+from fastload.ext.memory.folder import JobFolder
 from fastload.storage import folders
 from fastload.storage.local_target import LocalTarget
-from fastload.storage.memory_folder import JobFolder
 from tests.storage.disks import small_disk_in
 from tests.storage.test_tier import JOB, ONE, TWO, make, names
 

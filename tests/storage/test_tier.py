@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import StorageError
-from fastload.storage.memory_folder import RECORD_NAME, JobFolder, find_jobs, find_memory, remove_dead
-from fastload.storage.memory_target import HostPart, MemoryTarget
+from fastload.ext.memory.folder import RECORD_NAME, JobFolder, find_jobs, find_memory, remove_dead
+from fastload.ext.memory.target import HostPart, MemoryTarget
 from tests.e2e.forked import forking_python
 
 JOB, OTHER = "0" * 16, "f" * 16
@@ -126,7 +126,7 @@ def test_holes_take_no_memory_and_what_is_reserved_does(tmp_path: Path) -> None:
 
 LIVING = """
 import os, sys
-from fastload.storage.memory_folder import JobFolder
+from fastload.ext.memory.folder import JobFolder
 job = JobFolder(*sys.argv[1:])
 print(os.getpid(), flush=True)
 sys.stdin.read()

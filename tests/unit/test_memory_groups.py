@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.memory_tier.groups import hosts_with_copies, plan_copies
+from fastload.ext.memory.groups import hosts_with_copies, plan_copies
 
 
 @given(st.integers(1, 12), st.integers(1, 5))

@@ -56,8 +56,8 @@ FILES = {
     "storage/folders.py",
     "storage/local.py",
     "storage/local_target.py",
-    "storage/memory_folder.py",
-    "storage/memory_target.py",
+    "ext/memory/folder.py",
+    "ext/memory/target.py",
     "storage/mounts.py",  # what the system says of them
     "storage/pending.py",
     "storage/process.py",  # what it says of processes
@@ -92,8 +92,8 @@ PURE = {
     "saving/shard_map.py",
     "saving/split.py",
     "planning/sizing.py",
-    "memory_tier/groups.py",
-    "memory_tier/manifest.py",
+    "ext/memory/groups.py",
+    "ext/memory/manifest.py",
     "base/units.py",
 }
 

@@ -11,10 +11,12 @@ from typing import Any
 import xxhash
 
 from fastload.comm.responses import Reports, join_parts, split_parts
+from fastload.ext.memory.copies import send_copies
+from fastload.ext.memory.folder import HostDirectory, JobFolder
+from fastload.ext.memory.groups import CopyPlan, plan_copies
+from fastload.ext.memory.manifest import TABLE_NAME, HostManifest, ShareTable
+from fastload.ext.memory.target import HostPart, MemoryTarget, Published
 from fastload.formats.names import RECORD_NAME
-from fastload.memory_tier.copies import send_copies
-from fastload.memory_tier.groups import CopyPlan, plan_copies
-from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.background import FinishedSave
 from fastload.saving.call import SaveCall
@@ -23,8 +25,6 @@ from fastload.saving.plan import SavePlan
 from fastload.saving.save import BegunSave, finished_save, finishing, published_response
 from fastload.saving.write import commit, write
 from fastload.storage import Target
-from fastload.storage.memory_folder import HostDirectory, JobFolder
-from fastload.storage.memory_target import HostPart, MemoryTarget, Published
 from fastload.training.retention import Lineage, Point
 
 

@@ -17,20 +17,20 @@ from fastload.base.threads import Task
 from fastload.comm.responses import join_parts, split_parts
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, FastloadError, Interrupted, StorageError
+from fastload.ext.memory.folder import JobFolder
+from fastload.ext.memory.manifest import ShareTable
+from fastload.ext.memory.restore import InMemoryCheckpoint, connect, read_file, read_table
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.geometry.ranges import ByteRange
-from fastload.memory_tier.manifest import ShareTable
-from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_file, read_table
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.exchange import BufferRing
 from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.split import cut_shares
 from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
-from fastload.storage.memory_folder import JobFolder
 
 _log = logging.getLogger(__name__)
 AFTER_S = 5.0

@@ -21,17 +21,17 @@ from fastload.errors import (
     StorageError,
     proves_damage,
 )
+from fastload.ext.memory.folder import JobFolder
+from fastload.ext.memory.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.formats.manifest import Manifest
 from fastload.formats.open import read_manifest
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Blocks
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.options import LoadOptions, Patience
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
-from fastload.storage.memory_folder import JobFolder
 from fastload.transfer.routed_plan import HeldRange, Holders
 
 _log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from torch import Tensor
 from fastload.base.memory import host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
+from fastload.ext.memory.groups import CopyPlan
+from fastload.ext.memory.target import MemoryTarget
 from fastload.geometry.ranges import ByteRange
-from fastload.memory_tier.groups import CopyPlan
 from fastload.saving.exchange import BufferRing, MessageExchange, connecting
-from fastload.storage.memory_target import MemoryTarget
 from fastload.transfer.links import accept_offers
 
 _PLACE = "copied"  # where in the store

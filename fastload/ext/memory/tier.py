@@ -18,17 +18,17 @@ from fastload.comm.group import join, separate_call
 from fastload.comm.traces import Tracing
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError, may_be_gone
-from fastload.memory_tier.flush import EmergencyFlush, flush
-from fastload.memory_tier.restore import InMemoryCheckpoint, load, survey
-from fastload.memory_tier.save import TierSaveCall, finish
+from fastload.ext.memory.flush import EmergencyFlush, flush
+from fastload.ext.memory.folder import HostDirectory, JobFolder, find_memory, remove_dead
+from fastload.ext.memory.restore import InMemoryCheckpoint, load, survey
+from fastload.ext.memory.save import TierSaveCall, finish
+from fastload.ext.memory.target import MemoryTarget
 from fastload.options import SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.background import FinishedSave
 from fastload.saving.save import BegunSave, begin
 from fastload.saving.snapshot import BufferPool
 from fastload.storage import Target
-from fastload.storage.memory_folder import HostDirectory, JobFolder, find_memory, remove_dead
-from fastload.storage.memory_target import MemoryTarget
 from fastload.training.retention import Lineage, Point
 from fastload.training.tier import Found, TierJob
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastload.errors import FastloadError, StorageError
+from fastload.ext.memory.folder import JobFolder
 from fastload.storage import folders
 from fastload.storage.base import DEFAULT_WRITES, Written
 from fastload.storage.local_target import LocalFiles
-from fastload.storage.memory_folder import JobFolder
 
 ALIGN_BYTES = 1 << 20
 """Alignment of the cuts between two shares."""
