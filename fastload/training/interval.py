@@ -32,7 +32,9 @@ _TIER = "tier"  # other than storage; only a policy of the caller knows its name
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalPolicy:
-    """When to save: the arguments of a `CheckpointManager`, checked.
+    """When to save by intervals: those that the keywords of a `CheckpointManager` give, with their names.
+
+    It is a `SavePolicy`. As `save_policy=` it is the same as the keywords; a policy of yours may ask it, too.
 
     Attributes:
         every: ``auto`` or None.
@@ -42,8 +44,8 @@ class IntervalPolicy:
         mtbf_s: Mean time between failures of the job, for ``auto``.
         restart_s: Seconds from a failure until training continues, for ``auto``.
         budget: Largest part of the time that training may wait for saves, for ``auto``.
-        memory_copies: Hosts that have each share of an in-memory checkpoint; None without a memory tier.
-        memory_every_steps: Steps between saves to memory.
+        memory_copies: Hosts that have each share of a checkpoint in the tier; None without a tier.
+        memory_every_steps: Steps between saves to the tier.
         memory_every_seconds: Seconds between them.
 
     Raises:
@@ -91,6 +93,27 @@ class IntervalPolicy:
     def has_memory_interval(self) -> bool:
         """Whether saves to memory have a separate interval."""
         return (self.memory_every_steps, self.memory_every_seconds) != (None, None)
+
+    def due(self, step: int, now_s: float, measured: Measured) -> set[str]:
+        """Returns where to save; see `SavePolicy.due`.
+
+        Raises:
+            OptionError: With ``auto``, only a manager can ask it: it has to measure all steps and saves.
+        """
+        if self.every is not None:
+            raise OptionError("every='auto' is no interval that another policy can ask for: use it alone")
+        of_tier = self.memory_every_steps, self.memory_every_seconds
+        due = set()
+        for tier, since_s in measured.since_s.items():
+            steps, seconds = (self.every_steps, self.every_seconds) if tier == STORAGE else of_tier
+            if is_due(step, steps) or (seconds is not None and since_s >= seconds):
+                due.add(tier)
+        return due
+
+
+def is_due(step: int, every_steps: int | None) -> bool:
+    """Whether a save is due at a step by an interval of steps."""
+    return every_steps is not None and step > 0 and step % every_steps == 0
 
 
 class EndedSave(NamedTuple):
@@ -352,7 +375,7 @@ class SavePolicy(Protocol):
     """
 
     def due(self, step: int, now_s: float, measured: Measured) -> Collection[str]:
-        """Returns where to save: ``storage``, and with a memory tier ``memory``; empty for nowhere.
+        """Returns where to save: ``storage``, and the name of the tier (``memory``); empty for nowhere.
 
         Args:
             step: Steps done so far.

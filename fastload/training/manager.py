@@ -29,7 +29,7 @@ from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.restore import CheckpointRestorer, require_valid
 from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint, StoredCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
-from fastload.training.tier import OpenTier, Tier, TierJob
+from fastload.training.tier import OpenTier, SaveTier, TierJob
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Policy:
 
     Attributes:
         root: Root of the checkpoints.
-        interval: When to save, by the keywords.
-        save_policy: The caller's policy of when to save, or None.
+        interval: When to save, by intervals.
+        save_policy: The caller's policy of when to save in place of these, or None.
         retention: Which checkpoints to keep, by the keywords.
         keep_policy: The caller's policy of which to keep, or None.
         async_: Whether to save in the background.
@@ -113,6 +113,31 @@ def _require_policy(name: str, policy: object, method: str, keywords: Mapping[st
         raise OptionError(f"{name}={policy!r}: must have a method {method}; see fastload.policies")
     if given := [f"{keyword}={value!r}" for keyword, value in keywords.items() if value is not None]:
         raise OptionError(f"{name}= and {', '.join(given)}: give either the policy or these")
+
+
+def _when_to_save(
+    policy: SavePolicy | None, copies: int | None, *, terms: Mapping[str, Any], **intervals: Any
+) -> tuple[IntervalPolicy, SavePolicy | None]:
+    """Returns the intervals, and the policy that is asked in place of them, if there is one.
+
+    Args:
+        policy: The caller's policy, or None.
+        copies: See `IntervalPolicy.memory_copies`.
+        terms: Further keywords of an `IntervalPolicy`, which have defaults.
+        **intervals: The keywords whose place a policy takes.
+
+    Raises:
+        OptionError: A value is invalid.
+    """
+    if policy is None:
+        return IntervalPolicy(**intervals, **terms, memory_copies=copies), None
+    _require_policy("save_policy", policy, "due", intervals)
+    if type(policy) is IntervalPolicy:  # a subclass may decide otherwise
+        of_policy = policy.memory_copies
+        return replace(policy, memory_copies=of_policy if copies and of_policy else copies), None
+    of_tier = math.inf if copies is not None else None
+    never = {"every_seconds": math.inf, "memory_every_seconds": of_tier}
+    return IntervalPolicy(**never, **terms, memory_copies=copies), policy
 
 
 def _tier_of(memory: str | os.PathLike[str] | None, tier: OpenTier | None) -> OpenTier | None:
@@ -210,44 +235,46 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
+        save_policy: SavePolicy | None = None,
+        keep_policy: KeepPolicy | None = None,
+        tier: OpenTier | None = None,
+        async_: bool = True,
+        max_pending_saves: int = 1,
+        deltas: bool = False,
+        process_group: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: SaveOptions | None = None,
+        # In place of a `save_policy`.
         every_steps: int | None = None,
         every_seconds: float | None = None,
         every: str | None = None,
         mtbf_s: float | None = None,
         restart_s: float = 300.0,
         budget: float = 0.035,
-        save_policy: SavePolicy | None = None,
+        # In place of a `keep_policy`.
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_every_seconds: float | None = None,
         best: tuple[str, str] | None = None,
-        keep_policy: KeepPolicy | None = None,
-        async_: bool = True,
-        max_pending_saves: int = 1,
-        deltas: bool = False,
+        # In place of a `tier`.
         memory: str | os.PathLike[str] | None = None,
         memory_every_steps: int | None = None,
         memory_every_seconds: float | None = None,
         memory_copies: int = 2,
-        tier: OpenTier | None = None,
-        process_group: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
-        options: SaveOptions | None = None,
     ) -> None:
         with Meeting(process_group, f"managing the checkpoints in {name_of(root)}") as meeting:
             chosen = meeting.choose(options, SaveOptions)
             opens_tier = _tier_of(memory, tier)
-            intervals: dict[str, Any] = {
-                "every": every,
-                "every_steps": every_steps,
-                "every_seconds": every_seconds,
-                "memory_every_steps": memory_every_steps,
-                "memory_every_seconds": memory_every_seconds,
-            }
-            if save_policy is not None:
-                _require_policy("save_policy", save_policy, "due", intervals)
-                intervals["every_seconds"] = math.inf
-                intervals["memory_every_seconds"] = math.inf if opens_tier is not None else None
+            interval, asked = _when_to_save(
+                save_policy,
+                memory_copies if opens_tier is not None else None,
+                every=every,
+                every_steps=every_steps,
+                every_seconds=every_seconds,
+                memory_every_steps=memory_every_steps,
+                memory_every_seconds=memory_every_seconds,
+                terms={"mtbf_s": mtbf_s, "restart_s": restart_s, "budget": budget},
+            )
             rules: dict[str, Any] = {
                 "keep_last": keep_last,
                 "keep_every": keep_every,
@@ -260,14 +287,8 @@ class CheckpointManager:
             retention = keep_policy if type(keep_policy) is Retention else Retention(**rules)
             policy = Policy(
                 locate(root),
-                IntervalPolicy(
-                    **intervals,
-                    mtbf_s=mtbf_s,
-                    restart_s=restart_s,
-                    budget=budget,
-                    memory_copies=memory_copies if opens_tier is not None else None,
-                ),
-                save_policy,
+                interval,
+                asked,
                 retention,
                 keep_policy if keep_policy is not retention else None,
                 async_,
@@ -305,7 +326,7 @@ class CheckpointManager:
             self._cleaner = Cleaner(self._catalog, policy.keeps, Checkpoint.urls_in_use)
             self._cleaner.clean()
 
-    def _open_tier(self, run: str) -> Tier | None:
+    def _open_tier(self, run: str) -> SaveTier | None:
         """Opens the tier, if there is one."""
         policy = self._policy
         if policy.tier is None or policy.interval.memory_copies is None:

@@ -18,7 +18,7 @@ from fastload.report import LoadReport
 from fastload.training.catalog import MAX_STEP, Catalog, is_step
 from fastload.training.history import History, Listing
 from fastload.training.retention import Lineage, Point
-from fastload.training.tier import STORAGE, Found, Tier
+from fastload.training.tier import STORAGE, Found, SaveTier
 
 if TYPE_CHECKING:
     from fastload.loading.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ class CheckpointRestorer:
         defaults: Mapping[str, Any],
         catalog: Catalog,
         history: History,
-        tier: Tier | None,
+        tier: SaveTier | None,
     ) -> None:
         self.restored: RestoredCheckpoint | None = None
         self._world = world

@@ -25,10 +25,11 @@ from fastload.training.interval import (
     PolicyController,
     SavePolicy,
     SaveT,
+    is_due,
 )
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
-from fastload.training.tier import STORAGE, Tier
+from fastload.training.tier import STORAGE, SaveTier
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class SaveSchedule:
         intervals: IntervalPolicy,
         policy: SavePolicy | None,
         pending: PendingSaves,
-        tier: Tier | None,
+        tier: SaveTier | None,
     ) -> None:
         self._world = world
         self._intervals = intervals
@@ -111,10 +112,10 @@ class SaveSchedule:
             self._missed = ScheduleAnswer(save=save, tier=to_tier)
             raise OptionError(decided.problem)
         self._missed = ScheduleAnswer()
-        to_tier = to_tier or _is_due(step, self._intervals.memory_every_steps)
+        to_tier = to_tier or is_due(step, self._intervals.memory_every_steps)
         self._step = step
         self._answer = ScheduleAnswer(
-            save=save or _is_due(step, self._intervals.every_steps),
+            save=save or is_due(step, self._intervals.every_steps),
             stop=stop,
             failed=decided.failed,
             tier=to_tier and not stop,
@@ -154,10 +155,6 @@ class SaveSchedule:
         if self._tier is not None:
             self._tier.arm()
         self._world.rendezvous.tell(_STOP, limit_s=self._world.patience_s)
-
-
-def _is_due(step: int, every_steps: int | None) -> bool:
-    return every_steps is not None and step > 0 and step % every_steps == 0
 
 
 class _Decider:

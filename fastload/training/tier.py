@@ -1,6 +1,6 @@
 """The seam to a tier: a place to save to that is faster than storage, and that survives less.
 
-Storage has the history of the run, and decides what is newest. `Tier` and `Found` are all that a training
+Storage has the history of the run, and decides what is newest. `SaveTier` and `Found` are all that a training
 knows of a tier, such as the memory of the hosts.
 """
 
@@ -37,7 +37,7 @@ class Found(Protocol):
 
     @property
     def lineage(self) -> Lineage:
-        """As given to `Tier.save`: shows whether the run went on without it. Empty for one on storage."""
+        """As given to `SaveTier.save`: shows whether the run went on without it. Empty for one on storage."""
 
     def load(self, arguments: Mapping[str, Any]) -> Any:
         """Loads it; all ranks call this for the same checkpoint, in a restore.
@@ -64,7 +64,7 @@ class TierSave(Protocol):
         """Whether it has ended, successfully or not."""
 
 
-class Tier(Protocol):
+class SaveTier(Protocol):
     """A tier of a job, on one rank. All ranks have it, or none."""
 
     @property
@@ -178,5 +178,5 @@ class TierJob:
     list_stored: Callable[[], list[StoredCheckpoint]]
 
 
-OpenTier = Callable[[TierJob], Tier]
+OpenTier = Callable[[TierJob], SaveTier]
 """Opens a tier, on all ranks. Raises a `FastloadError` on all of them if one cannot open it."""

@@ -183,7 +183,7 @@ def _options_in_memory(options: SaveOptions) -> SaveOptions:
 
 
 class MemoryTier:
-    """The memory tier of a job, on one rank; a `Tier`.
+    """The memory tier of a job, on one rank; a `SaveTier`.
 
     Args:
         job: The job.
@@ -235,7 +235,7 @@ class MemoryTier:
         *,
         problem: Exception | None = None,
     ) -> MemorySave:
-        """Saves a state, with copies on other hosts, as `Tier.save`."""
+        """Saves a state, with copies on other hosts, as `SaveTier.save`."""
         began = time.perf_counter()
         self.wait()
         is_first = self.last is None or not self.last.error  # only the first failure in a row is a warning
