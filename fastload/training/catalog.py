@@ -28,7 +28,7 @@ from fastload.storage import (
     open_patiently,
     open_target,
 )
-from fastload.training.retention import KeepPolicy, Point, SavedCheckpoint, expendable
+from fastload.training.retention import KeepPolicy, Point, SavedCheckpoint, StoredCheckpoint, expendable
 
 MAX_STEP = MAX_INT
 _PREFIX = "step_"
@@ -86,7 +86,7 @@ class Summary:
 
     @property
     def incarnation(self) -> str:
-        """Name of the start of the job that saved it; empty if it had no memory tier."""
+        """Name of the start of the job that saved it; empty if it had no tier."""
         return self.metadata.get(_INCARNATION, "")
 
     def problem_with(self, files: Mapping[str, FileStat]) -> str:
@@ -261,6 +261,14 @@ class Catalog:
         entries = self.entries()
         self.require_supported({one.step: one.problem for one in entries if one.state == "unsupported"})
         return [one for one in entries if one.is_complete and one.step not in self.damaged]
+
+    def stored(self) -> list[StoredCheckpoint]:
+        """Returns the `usable` checkpoints, as a `Lineage` compares them; raises as that does."""
+        return [
+            StoredCheckpoint(entry.point, entry.summary.digest, entry.summary.incarnation)
+            for entry in self.usable()
+            if entry.summary is not None
+        ]
 
     def require_supported(self, unsupported: Mapping[int, str]) -> None:
         """Raises if this fastload cannot read some checkpoints, since one of them may be the newest.

@@ -1,31 +1,23 @@
-"""The history of a run: its checkpoints on all ranks, the position of the next one, and the run's name."""
+"""The history of a run: its checkpoints on all ranks, and the position of the next one."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastload.comm.group import separate_call
 from fastload.comm.world import World
-from fastload.errors import CheckpointError, FastloadError, OptionError
-from fastload.formats.names import RECORD_NAME
-from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
-from fastload.storage import Location, locate
+from fastload.errors import OptionError
 from fastload.training.catalog import Catalog, Entry
 from fastload.training.retention import Lineage, Point, StoredCheckpoint, branch_for
 
 _log = logging.getLogger(__name__)
 _RECORDED = ("complete", "damaged")  # states of checkpoints with a commit record
 _UNSUPPORTED = "unsupported"
-_FOLDER = "fastload-run"  # a checkpoint without files, which works on every storage
-_RUN_PREFIX = "fastload-"  # shorter than the name, which some stores do not list
-_RUN, _ROOT = "run", "root"
 _FIRST = Point(0, 0)
-_RUN_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -257,85 +249,3 @@ def _points(positions: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
     for branch, step in positions:
         branches[step] = max(branch, branches.get(step, 0))
     return tuple(sorted(Point(branch, step) for step, branch in branches.items()))
-
-
-class RunName:
-    """The name of a run, stored in its root.
-
-    The path of the root is stored with it. If that is another root, which still has the name, this one is a
-    copy, and gets its own name.
-
-    Args:
-        catalog: The catalog of the root.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._stored: _StoredName | None = None
-
-    def read(self) -> str:
-        """Returns the name; empty without one.
-
-        Raises:
-            StorageError: Storage does not answer.
-        """
-        stored = self._stored = self._read(self._catalog.root)
-        return stored.run if stored is not None and not self._is_copy(stored) else ""
-
-    def write(self, run: str) -> None:
-        """Stores a name in the root, unless it has it.
-
-        Raises:
-            FastloadError: It cannot be written.
-        """
-        root = self._catalog.root
-        if self._stored is not None and self._stored[:2] == (run, root.url):
-            return
-        record = Record(1, (), metadata={_RUN: run, _ROOT: root.url})
-        with closing(self._catalog.open_target(root / _FOLDER)) as target:
-            try:
-                target.prepare([], overwrite=True)
-                target.publish([target.flush()], [(RECORD_NAME, record.to_bytes())])
-            except BaseException:
-                target.abort()
-                raise
-
-    def _is_copy(self, stored: _StoredName) -> bool:
-        """Whether the root that the name was stored for still exists, at another path."""
-        root = self._catalog.root
-        if stored.root == root.url:
-            return False
-        try:
-            other = locate(stored.root)
-            found = self._read(other) if other.scheme == root.scheme else stored
-        except FastloadError:
-            return True  # perhaps
-        is_same_folder = found is not None and bool(found.place) and found.place == stored.place
-        return found is not None and found.run == stored.run and not is_same_folder
-
-    def _read(self, root: Location) -> _StoredName | None:
-        with closing(self._catalog.open_storage(root)) as storage:
-            folder = storage.folders(_RUN_PREFIX).get(_FOLDER)
-            stat = folder.files.get(RECORD_NAME) if folder is not None else None
-            if folder is None or stat is None or stat.nbytes > MAX_RECORD_BYTES:
-                return None
-            try:
-                metadata = parse(storage.read_all(f"{_FOLDER}/{RECORD_NAME}", stat)).metadata
-            except CheckpointError:
-                return None
-        run = metadata.get(_RUN, "")
-        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if _RUN_NAME.fullmatch(run) else None
-
-
-class _StoredName(NamedTuple):
-    """The name of a run, as stored in a root.
-
-    Attributes:
-        run: The name.
-        root: URL of the root that it was stored for.
-        place: Its path with links resolved; empty where storage has no links.
-    """
-
-    run: str
-    root: str
-    place: str

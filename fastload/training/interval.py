@@ -7,17 +7,14 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from fastload.errors import OptionError
 from fastload.training.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
-from fastload.training.tier import STORAGE, TierSave
-
-if TYPE_CHECKING:
-    from fastload.saving.background import SaveHandle
+from fastload.training.tier import STORAGE, RunningSave
 
 T = TypeVar("T")
-SaveT = TypeVar("SaveT", bound="SaveHandle | TierSave | None")
+SaveT = TypeVar("SaveT", bound=RunningSave | None)
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +138,7 @@ class TrainingTimes:
         self._steps_s: list[float] = []
         self._last_s: float | None = None
         # Each with the seconds that it stalled the training.
-        self._running: dict[str, list[tuple[SaveHandle | TierSave, float]]] = {tier: [] for tier in tiers}
+        self._running: dict[str, list[tuple[RunningSave, float]]] = {tier: [] for tier in tiers}
 
     @property
     def num_steps(self) -> int:

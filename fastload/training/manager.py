@@ -23,11 +23,11 @@ from fastload.saving.save import save, save_in_background
 from fastload.storage import Location, locate, name_of
 from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, is_step, metadata_of, metrics_of
-from fastload.training.history import History, Listing, RunName
+from fastload.training.history import History, Listing
 from fastload.training.interval import IntervalPolicy, SavePolicy
 from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.restore import CheckpointRestorer, require_valid
-from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint, StoredCheckpoint
+from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 from fastload.training.tier import OpenTier, SaveTier, TierJob
 
@@ -309,7 +309,7 @@ class CheckpointManager:
         patience = Patience(policy.options.retries, world.patience_s / 2)
         self._catalog = Catalog(policy.root, storage_options, patience)
         self._bases = Catalog(policy.root, storage_options, patience)  # for the threads that save deltas
-        lists, cleans, incarnation, run = self._meet()
+        lists, cleans, incarnation = self._meet()
         self._history = History(
             world,
             self._catalog,
@@ -317,7 +317,7 @@ class CheckpointManager:
             process_group=process_group,
             incarnation=incarnation if policy.tier is not None else "",
         )
-        self._tier = self._open_tier(run)
+        self._tier = self._open_tier()
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.max_pending_saves, policy.retention)
         self._schedule = SaveSchedule(world, policy.interval, policy.save_policy, self._pending, self._tier)
@@ -326,7 +326,7 @@ class CheckpointManager:
             self._cleaner = Cleaner(self._catalog, policy.keeps, Checkpoint.urls_in_use)
             self._cleaner.clean()
 
-    def _open_tier(self, run: str) -> SaveTier | None:
+    def _open_tier(self) -> SaveTier | None:
         """Opens the tier, if there is one."""
         policy = self._policy
         if policy.tier is None or policy.interval.memory_copies is None:
@@ -335,51 +335,29 @@ class CheckpointManager:
             TierJob(
                 world=self._world,
                 group=self._defaults["process_group"],
-                root=policy.root,
+                catalog=self._catalog,
                 num_copies=policy.interval.memory_copies,
                 options=policy.options,
-                run=run,
-                locate=self._catalog.path,
-                open_target=self._catalog.target,
-                list_stored=self._list_stored,
             )
         )
 
-    def _list_stored(self) -> list[StoredCheckpoint]:
-        return [
-            StoredCheckpoint(entry.point, entry.summary.digest, entry.summary.incarnation)
-            for entry in self._catalog.usable()
-            if entry.summary is not None
-        ]
-
-    def _meet(self) -> tuple[bool, bool, str, str]:
+    def _meet(self) -> tuple[bool, bool, str]:
         """Compares the arguments of the ranks.
 
         Returns:
-            Whether this rank lists, whether it deletes, and two names, the same on all ranks: of this
-            incarnation of the job, and of its run.
+            Whether this rank lists, whether it deletes, and a name of this start of the job, the same on all
+            ranks.
         """
-        policy = self._policy
-        world, name = self._world, RunName(self._catalog)
-        what = f"managing the checkpoints in {self._catalog.root}"
+        world, what = self._world, f"managing the checkpoints in {self._catalog.root}"
         with world.ending(), world.step(what) as comparing:
-            shared = self._catalog.shared
-            view = {"host": world.node, "shared": shared, "incarnation": new_token()}
-            looks = policy.tier is not None and (world.rank == 0 or not shared)
-            run = name.read() if looks else ""
-            comparing.answer({**view, "same": policy.shared_values(), "run": run})
+            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": new_token()}
+            comparing.answer({**view, "same": self._policy.shared_values()})
         views = comparing.answers
         require_same([view["same"] for view in views])
         hosts = [view["host"] for view in views]
-        first = hosts.index(world.node) if policy.options.shared is False else 0
+        first = hosts.index(world.node) if self._policy.options.shared is False else 0
         lists, cleans = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
-        incarnation = views[0]["incarnation"]
-        run = next((view["run"] for view in views if view["run"]), incarnation)
-        if policy.tier is not None:
-            with world.ending(), world.step(what):
-                if cleans:
-                    name.write(run)
-        return lists, cleans, incarnation, run
+        return lists, cleans, views[0]["incarnation"]
 
     # When
 

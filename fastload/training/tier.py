@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from fastload.comm.world import World
 from fastload.options import SaveOptions
 from fastload.report import SaveReport
-from fastload.storage import Location, Target
-from fastload.training.retention import Lineage, Point, StoredCheckpoint
+from fastload.training.catalog import Catalog
+from fastload.training.retention import Lineage, Point
 
 STORAGE = "storage"
 """The `Found.source` of checkpoints on storage, and its name for policies."""
@@ -53,8 +53,8 @@ class Found(Protocol):
         """Whether an error of `load` is due to this checkpoint, so that the restore tries another one."""
 
 
-class TierSave(Protocol):
-    """A save to a tier, in the background."""
+class RunningSave(Protocol):
+    """A save in the background, to a tier or to storage."""
 
     @property
     def report(self) -> SaveReport | None:
@@ -90,7 +90,7 @@ class SaveTier(Protocol):
         metadata: Mapping[str, str],
         *,
         problem: Exception | None = None,
-    ) -> TierSave:
+    ) -> RunningSave:
         """Copies this rank's part of a state, which may change afterwards; saves it in the background.
 
         All ranks call it at a step that `admits` has admitted. It raises no `FastloadError`, since the
@@ -158,24 +158,16 @@ class TierJob:
     Attributes:
         world: The ranks of the training.
         group: Their process group, as for `fastload.load`.
-        root: Root of the checkpoints.
+        catalog: The checkpoints on storage, and access to them.
         num_copies: Number of hosts that are to have each byte.
         options: How to save to storage.
-        run: The random name of the run, 16 hex digits.
-        locate: Returns the place of the checkpoint of a step on storage.
-        open_target: Opens write access to the checkpoint of a step on storage.
-        list_stored: Lists the usable checkpoints on storage.
     """
 
     world: World
     group: Any
-    root: Location
+    catalog: Catalog
     num_copies: int
     options: SaveOptions
-    run: str
-    locate: Callable[[int], Location]
-    open_target: Callable[[int], Target]
-    list_stored: Callable[[], list[StoredCheckpoint]]
 
 
 OpenTier = Callable[[TierJob], SaveTier]

@@ -21,6 +21,7 @@ from fastload.errors import FastloadError, OptionError, StorageError, may_be_gon
 from fastload.ext.memory.flush import EmergencyFlush, flush
 from fastload.ext.memory.folder import HostDirectory, JobFolder, find_memory, remove_dead
 from fastload.ext.memory.restore import InMemoryCheckpoint, load, survey
+from fastload.ext.memory.run import RunName, agree_on_run
 from fastload.ext.memory.save import TierSaveCall, finish
 from fastload.ext.memory.target import MemoryTarget
 from fastload.options import SaveOptions
@@ -41,7 +42,7 @@ _ELEMENT_BYTES = 16  # blocks of shares must end between elements
 
 
 class MemorySave:
-    """A save to memory, in the background; a `TierSave`.
+    """A save to memory, in the background; a `RunningSave`.
 
     Args:
         work: Finishes it.
@@ -136,8 +137,12 @@ def open_tier(job: TierJob, *, directory: str) -> MemoryTier:
     """
     folder: JobFolder | None = None
     try:
-        with job.world.ending(), job.world.step(f"making room in memory for {job.root}") as step:
-            folder = _open_folder(job, directory)
+        name = RunName(job.catalog)
+        run, is_writer = agree_on_run(job, name)
+        with job.world.ending(), job.world.step(f"making room in memory for {job.catalog.root}") as step:
+            if is_writer:
+                name.write(run)
+            folder = _open_folder(job, directory, run)
             step.answer(folder.host_directory)
     except BaseException:
         if folder is not None:
@@ -146,7 +151,7 @@ def open_tier(job: TierJob, *, directory: str) -> MemoryTier:
     return MemoryTier(job, folder, [HostDirectory(*directory) for directory in step.answers])
 
 
-def _open_folder(job: TierJob, directory: str) -> JobFolder:
+def _open_folder(job: TierJob, directory: str, run: str) -> JobFolder:
     """Opens the job's folder on this host; removes those that dead jobs have left.
 
     Raises:
@@ -157,9 +162,9 @@ def _open_folder(job: TierJob, directory: str) -> JobFolder:
     if block_bytes is not None and block_bytes % _ELEMENT_BYTES:
         raise OptionError(f"block_bytes={block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory=")
     memory = find_memory() if directory == "auto" else directory
-    for dead in remove_dead(memory, older_s=LEFT_S, but=job.run):
+    for dead in remove_dead(memory, older_s=LEFT_S, but=run):
         _log.info("removed %s, which a dead job left behind: %d bytes", dead.path, dead.nbytes)
-    return JobFolder(memory, job.run, job.root.url)
+    return JobFolder(memory, run, job.catalog.root.url)
 
 
 def _close(folder: JobFolder, *, remove: bool) -> None:
@@ -203,7 +208,7 @@ class MemoryTier:
         self._directories = directories
         self._num_begun = 0
         self._buffers = BufferPool(1)
-        self._unit = cache(partial(_unit, job.open_target))
+        self._unit = cache(partial(_unit, job.catalog.target))
         what = "waiting for rank 0: has the last save to memory ended?"
         self._decisions = Decisions(job.world, "memory", what)
         self._asked = -1, False  # the last step, and whether a save could begin at it
@@ -244,7 +249,7 @@ class MemoryTier:
         step, world = point.step, self._join(f"saving step {point.step} to memory")
         call = TierSaveCall(
             world,
-            self._job.locate(step),
+            self._job.catalog.path(step),
             metadata=metadata,
             storage_options=None,
             options=_options_in_memory(self._job.options),
@@ -290,7 +295,7 @@ class MemoryTier:
     def survey(self) -> list[FoundInMemory]:
         """Returns the in-memory checkpoints on all hosts, complete or not, oldest first."""
         self.wait()
-        job, what = self._job, f"looking for in-memory checkpoints of {self._job.root}"
+        job, what = self._job, f"looking for in-memory checkpoints of {self._job.catalog.root}"
         with separate_call(job.group, what, timeout_s=job.options.timeout_s) as world:
             return [
                 FoundInMemory(checkpoint, job.group, self._folder)
@@ -326,15 +331,15 @@ class MemoryTier:
         if chosen is None:
             return
         if job.options.shared is False:
-            raise StorageError("with shared=False each host has its own copy there", url=job.root.url)
-        flush(world, self._folder, chosen, partial(job.open_target, chosen.step), job.options)
+            raise StorageError("with shared=False each host has its own copy there", url=job.catalog.root.url)
+        flush(world, self._folder, chosen, partial(job.catalog.target, chosen.step), job.options)
         self._flushed = chosen.manifest.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", chosen.step)
 
     def _choose(self, checkpoints: Sequence[InMemoryCheckpoint]) -> str:
         """Returns the name of the checkpoint to flush; empty if storage has one that is as new."""
-        stored = self._job.list_stored()
+        stored = self._job.catalog.stored()
         current = [
             checkpoint
             for checkpoint in checkpoints
