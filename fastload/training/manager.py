@@ -136,7 +136,7 @@ def _when_to_save(
         of_policy = policy.memory_copies
         return replace(policy, memory_copies=of_policy if copies and of_policy else copies), None
     of_tier = math.inf if copies is not None else None
-    never = {"every_seconds": math.inf, "memory_every_seconds": of_tier}
+    never: dict[str, Any] = {"every_seconds": math.inf, "memory_every_seconds": of_tier}
     return IntervalPolicy(**never, **terms, memory_copies=copies), policy
 
 
