@@ -1,4 +1,7 @@
-"""Reports of loads, saves, verifications and staging: bytes, seconds, and the reasons of decisions."""
+"""Reports of loads, saves, verifications and staging: bytes, seconds, and the reasons of decisions.
+
+Printed, a report over all ranks is one line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
+
+from fastload.base.units import count, format_bytes
 
 _BUSY = 0.8  # of all cores
 
@@ -153,6 +158,13 @@ class LoadReport(_Report):
     source_why: str = ""
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.url}: {count(self.num_tensors, 'tensor')}, {format_bytes(self.bytes_wanted)}"
+            f" in {self.total_s:.2f} s from {self.source}; {self.strategy},"
+            f" read {self.read_amplification:.2f} ×"
+        )
+
     @property
     def bytes_read(self) -> int:
         """Data bytes read from storage, over all ranks."""
@@ -201,6 +213,12 @@ class VerifyReport(_Report):
     num_blocks: int
     nbytes: int
     ranks: Sequence[RankReport] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url}: intact: {count(self.num_blocks, 'block')}, {format_bytes(self.nbytes)}"
+            f" in {self.total_s:.2f} s"
+        )
 
     @property
     def bytes_verified(self) -> int:
@@ -277,6 +295,13 @@ class SaveReport(_Report):
     came_instead_of: tuple[str, ...] = ()
     tier: str = "storage"
     ranks: Sequence[SaveRankReport] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        where = "" if self.tier == "storage" else f" to {self.tier}"
+        return (
+            f"{self.url}: saved {format_bytes(self.nbytes)}{where} in {self.total_s:.2f} s;"
+            f" training waited {self.stall_s:.2f} s"
+        )
 
     @property
     def bytes_written(self) -> int:
@@ -363,6 +388,12 @@ class StageReport(_Report):
     num_hosts: int
     digest: str
     ranks: Sequence[StageRankReport] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.url}: {format_bytes(self.nbytes)} on {count(self.num_hosts, 'host')} in {self.path}"
+            f" in {self.total_s:.2f} s; read {self.read_amplification:.2f} ×"
+        )
 
     @property
     def bytes_read(self) -> int:

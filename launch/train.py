@@ -8,16 +8,20 @@ same, and so are the files, so a training may continue with another `--parallel`
 
 When started again, it continues from its last commit, and ends with the same weights as without the
 interruption. On SIGUSR1 and SIGTERM it saves and exits with 0.
+
+To begin a training of your own with this file, replace what stands below "Your model" and "Your data".
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import fastload
-from fastload.formats.state import state_digest
+
+# Your model
 
 VOCABULARY = 128  # ASCII
 _WORDS = "one rank reads a part of it and every rank ends with the whole state of the model".split()
@@ -43,7 +48,7 @@ class Decoder(nn.Module):
         nn.init.normal_(self.characters.weight, std=width**-0.5)
         self.places = nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
@@ -57,19 +62,42 @@ class Decoder(nn.Module):
         return self.head(self.norm(self.layers(hidden, mask=mask, is_causal=True)))
 
 
+def make_model(args: argparse.Namespace) -> nn.Module:
+    """Returns the model, with weights that depend on torch's random state alone."""
+    return Decoder(width=args.width, layers=args.layers, heads=4, length=args.length)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that FSDP gathers one by one."""
+    return [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+
+
+def loss_of(model: nn.Module, text: Tensor) -> Tensor:
+    """Returns the mean loss over the samples of a batch, (samples, length + 1)."""
+    return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+# Your data
+
+
 class Text(Dataset[Tensor]):
-    """The text of a rank in each step, (size, length + 1); always the same for a step."""
+    """Samples of text, (length + 1,), that follow from their number; as many as a training needs."""
 
-    def __init__(self, rank: int, *, size: int, length: int) -> None:
-        self.rank, self.size, self.length = rank, size, length
+    def __init__(self, length: int) -> None:
+        self.length = length
 
-    def __getitem__(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step * 65_537 + self.rank)
-        rows = []
-        for _ in range(self.size):
-            picks = torch.randint(len(_WORDS), (self.length,), generator=generator)
-            rows.append(list(" ".join(_WORDS[pick] for pick in picks).encode()[: self.length + 1]))
-        return torch.tensor(rows)
+    def __getitem__(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        picks = torch.randint(len(_WORDS), (self.length,), generator=generator)
+        return torch.tensor(list(" ".join(_WORDS[pick] for pick in picks).encode()[: self.length + 1]))
+
+
+def make_data(args: argparse.Namespace) -> Dataset[Tensor]:
+    """Returns the samples; `Training.numbers_of` says which of them are in the batch of a step."""
+    return Text(args.length)
+
+
+# The training
 
 
 class Training:
@@ -81,8 +109,11 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, rank: int, device: str) -> None:
         self.args, self.rank, self.device = args, rank, device
+        self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if args.batch % self.num_ranks:
+            raise SystemExit(f"--batch {args.batch} cannot be split evenly between {self.num_ranks} ranks")
         torch.manual_seed(args.seed)  # the same weights on every rank
-        self.model = Decoder(width=args.width, layers=args.layers, heads=4, length=args.length).to(device)
+        self.model = make_model(args).to(device)
         if dist.is_initialized() and args.parallel != "ddp":
             shard(self.model, num_replicas=args.replicas if args.parallel == "hsdp" else 1)
         if args.init:
@@ -91,7 +122,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / 1000))
         )
-        self.text = Text(rank, size=args.batch, length=args.length)
+        self.data = make_data(args)
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -109,12 +140,12 @@ class Training:
         """Trains until all steps are done, or until a signal asks to stop."""
         args = self.args
         parallel = self.in_parallel()
-        texts = iter(self.loader())
+        batches = iter(self.loader())
         while self.step < args.steps and not manager.stop_requested:
-            # Dropout is seeded by step and rank, so no random state has to be saved.
+            # For dropout, which follows from step and rank: so no random state has to be saved.
             torch.manual_seed(args.seed + self.step * 65_537 + self.rank)
             self.optimizer.zero_grad()
-            loss = self.loss_of(parallel, next(texts))
+            loss = loss_of(parallel, next(batches).to(self.device))
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
@@ -125,14 +156,21 @@ class Training:
                 manager.save(self.step, self.state, metrics={"loss": self.state["loss"]})
             time.sleep(args.pause)
 
+    def numbers_of(self, step: int) -> list[int]:
+        """Returns the numbers of this rank's samples in a step.
+
+        The batch of all ranks depends on the step alone, so a training may continue on other ranks.
+        """
+        batch = range(step * self.args.batch, (step + 1) * self.args.batch)
+        return list(batch[self.rank :: self.num_ranks])
+
     def loader(self) -> DataLoader[Tensor]:
-        """Returns the text of the remaining steps; its workers survive Slurm's signals."""
+        """Returns this rank's batches of the remaining steps; its workers survive Slurm's signals."""
         num_workers = self.args.workers
         context = fastload.worker_context(self.args.worker_method) if num_workers else None
         return DataLoader(
-            self.text,
-            batch_size=None,
-            sampler=range(self.step, self.args.steps),
+            self.data,
+            batch_sampler=map(self.numbers_of, range(self.step, self.args.steps)),
             num_workers=num_workers,
             multiprocessing_context=context,
         )
@@ -144,16 +182,12 @@ class Training:
         parallel = DistributedDataParallel(self.model)
         # After its first backward DDP reorders the gradients, which changes the order of summation over more
         # than two ranks. So that backward is done before the training.
-        self.loss_of(parallel, self.text[self.step]).backward()
+        first = torch.stack([self.data[number] for number in self.numbers_of(self.step)])
+        loss_of(parallel, first.to(self.device)).backward()
         return parallel
 
-    def loss_of(self, model: nn.Module, text: Tensor) -> Tensor:
-        """Returns the loss on a text."""
-        text = text.to(self.device)
-        return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
-
-def shard(model: Decoder, *, num_replicas: int) -> None:
+def shard(model: nn.Module, *, num_replicas: int) -> None:
     """Shards a model in place by FSDP2: over all ranks, or over those of each replica."""
     from torch.distributed.fsdp import fully_shard  # takes a second
 
@@ -162,14 +196,18 @@ def shard(model: Decoder, *, num_replicas: int) -> None:
         raise SystemExit(f"{dist.get_world_size()} ranks cannot be {num_replicas} replicas")
     device = next(model.parameters()).device.type
     mesh = dist.init_device_mesh(device, (num_replicas, num_shards), mesh_dim_names=("replicas", "shards"))
-    for part in (*model.layers.layers, model):
+    for part in (*blocks_of(model), model):
         fully_shard(part, mesh=mesh if num_replicas > 1 else mesh["shards"])
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all weights, complete on every rank."""
-    state = model.state_dict()
-    return {name: getattr(part, "full_tensor", lambda p=part: p)() for name, part in state.items()}
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """Returns a digest of all weights; of shards, a call of all ranks."""
+    found = hashlib.sha256()
+    for name, part in sorted(weights.items()):
+        complete = getattr(part, "full_tensor", lambda p=part: p)()
+        found.update(name.encode())
+        found.update(complete.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:32]
 
 
 def agreed(loss: Tensor) -> float:
@@ -203,8 +241,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=0, help="processes on each rank that prepare the text")
+    parser.add_argument("--batch", type=int, default=64, help="samples in each step, of all ranks together")
+    parser.add_argument("--workers", type=int, default=0, help="processes on each rank that read the data")
     parser.add_argument(
         "--worker-method", choices=["fork", "spawn", "forkserver"], help="how they are started"
     )
@@ -235,7 +273,7 @@ def main() -> None:
     if rank == 0:
         print(f"ends at step {training.step} of {args.steps}: loss {training.state['loss']:.4f}", flush=True)
     if args.digest:
-        print(f"rank {rank}: weights {state_digest(weights(training.model))}", flush=True)
+        print(f"rank {rank}: weights {digest(training.model.state_dict())}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -33,7 +33,7 @@ gc.disable()  # until all tests are collected: what is imported stays
 
 # A shared machine is no stopwatch.
 settings.register_profile("all", deadline=None, print_blob=True)
-settings.register_profile("fewer", settings.get_profile("all"), max_examples=40)
+settings.register_profile("fewer", settings.get_profile("all"), max_examples=25)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

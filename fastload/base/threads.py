@@ -28,7 +28,7 @@ from fastload.errors import DeadlineExceeded, Interrupted
 
 _LEAVING_S = 1.0
 _IDLE_S = 1.0  # for less frequent tasks a new thread is fast enough
-_IDLE_NAME = "idle"
+_IDLE_NAME = "fastload-idle"
 _TICK_S = 0.05
 _AT_ONCE = 8  # requests; network storage answers each after a round trip
 

@@ -141,11 +141,13 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
     where = "in parts on" if sharded else "on each of" if len(report.ranks) > 1 else "on"
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     verified = f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""
+    is_for_itself = report.strategy == "direct" and len(report.ranks) > 1
+    read = "read by each rank for itself" if is_for_itself else "read from storage"
     console.print(f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}")
     console.print(f"{report.strategy}: {report.why}")
     console.print(
         f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {count(len(report.ranks), 'rank')}; "
-        f"read from storage: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
+        f"{read}: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
         f"{verified}"
     )
     console.print(
@@ -177,6 +179,7 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
             decimal(own.peak_staging_bytes),
         )
     print_table(table)
+    console.print("reading, exchange and placing overlap; the rest of the total is waiting")
     for rank, digest in enumerate(digests or []):
         console.print(f"digest of rank {rank}: {digest}")
     print_notes(report)

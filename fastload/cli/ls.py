@@ -14,7 +14,7 @@ from fastload.base.units import count
 from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
 from fastload.errors import CheckpointNotFound, UnsupportedVersion
 from fastload.formats.manifest import Delta, TensorEntry
-from fastload.formats.state import own_view
+from fastload.formats.state import optimizer_states, own_view
 from fastload.geometry.box import row_major
 from fastload.memory_tier.manifest import HostManifest
 from fastload.options import LoadOptions
@@ -27,7 +27,10 @@ from fastload.training.retention import Retention
 @click.argument("path")
 @json_option
 def inspect(path: str, as_json: bool) -> None:
-    """Show the tensors, dtypes, sizes and files of the checkpoint at PATH, without reading its data."""
+    """Show the tensors, dtypes, sizes and files of the checkpoint at PATH, without reading its data.
+
+    The state of an optimizer is one line; --json has all of its tensors.
+    """
     manifest = fastload.inspect(path)
     if as_json:
         print_json(_manifest_as_json(manifest))
@@ -43,10 +46,21 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
         "tensor", "dtype", "shape", "size", *file_head, text=("tensor", "dtype", "shape", "file")
     )
     sizes: Counter[str] = Counter()
+    optimizers = optimizer_states(manifest.structure)
+    grouped = {saved.stored for states in optimizers.values() for saved in states}
     for entry in manifest.tensors:
         sizes[entry.dtype] += entry.nbytes
-        where = [] if is_single else [_files_of(entry, manifest)]
-        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), *where)
+        if entry.name not in grouped:
+            where = [] if is_single else [_files_of(entry, manifest)]
+            shape = str(list(entry.shape))
+            table.add_row(shown(entry.name), entry.dtype, shape, decimal(entry.nbytes), *where)
+    for name, states in sorted(optimizers.items()):
+        entries = [manifest.by_name[stored] for stored in {saved.stored for saved in states}]
+        files = sorted({_files_of(entry, manifest) for entry in entries})
+        where = [] if is_single else [files[0] if len(files) == 1 else count(len(files), "file")]
+        dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+        nbytes = decimal(sum(entry.nbytes for entry in entries))
+        table.add_row(f"{shown(name)}: an optimizer", dtypes, count(len(entries), "tensor"), nbytes, *where)
     print_table(table)
     numbers = Counter(entry.dtype for entry in manifest.tensors)
     for dtype, number in sorted(numbers.items()):

@@ -30,7 +30,7 @@ from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
-from fastload.formats.state import leaves, own_view, raise_refused
+from fastload.formats.state import leaves, optimizer_states, own_view, raise_refused
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.box import Box, row_major, runs_of
@@ -81,7 +81,10 @@ _log = logging.getLogger(__name__)
     help="Format: safetensors files with checksums, only the weights for Hugging Face's libraries, a file "
     "for torch.load, or a directory for dcp.load.",
 )  # fmt: skip
-@click.option("--names", multiple=True, help="With --to hf: only tensors with these names or patterns.")
+@click.option(
+    "--names", multiple=True, help="With --to hf: only tensors with these names or patterns. By default all "
+    "but the states of optimizers."
+)  # fmt: skip
 @click.option("--strip", default="", metavar="PREFIX", help="With --to hf: remove this from names.")
 @click.option("--dtype", help="With --to hf: cast floating point tensors, for example to bfloat16.")
 @click.option("--dequantize", is_flag=True, help="With --to hf: dequantise quantised weights.")
@@ -131,7 +134,7 @@ def convert(
             if rank == 0:
                 _require_writable(dst, to, overwrite=overwrite)
         if to == "hf":
-            parts, metadata = load_weights(checkpoint, names or "*", strip=strip, dtype=dtype), {}
+            parts, metadata = load_weights(checkpoint, names, strip=strip, dtype=dtype), {}
         else:
             parts, metadata = load_parts(checkpoint, strict=not no_strict), dict(checkpoint.metadata)
     with progress(rank, shown=shows, what="saving") as show:
@@ -150,6 +153,13 @@ def convert(
         click.echo(f"{done['url']}: {tensors}, {decimal(done['nbytes'])} in {files}")
         if companions:
             click.echo(f"{'copied, too' if copied else 'not copied'}: {shown(', '.join(companions))}")
+        if to == "hf":
+            left_out = optimizer_states(checkpoint.manifest.structure) if not names else {}
+            for name, states in sorted(left_out.items()):
+                number = count(len(states), "tensor")
+                click.echo(f"left out: the optimizer {shown(name)} ({number}); --names '*' takes everything")
+            if CONFIG_NAME not in companions:
+                click.echo(f"no {CONFIG_NAME}, without which it is no model: --config-from DIR copies one")
 
 
 def _require_writable(dst: str, to: str, *, overwrite: bool) -> None:
@@ -228,13 +238,14 @@ def load_parts(checkpoint: Checkpoint, *, strict: bool = True) -> Parts:
 
 
 def load_weights(
-    checkpoint: Checkpoint, names: Sequence[str] | str, *, strip: str = "", dtype: str | None = None
+    checkpoint: Checkpoint, names: Sequence[str] = (), *, strip: str = "", dtype: str | None = None
 ) -> Parts:
     """Loads a part of each selected tensor into this rank's memory; all ranks of the job call it.
 
     Args:
         checkpoint: The open checkpoint.
-        names: Names and patterns; of tied tensors, the first selected name stays.
+        names: Names and patterns; of tied tensors, the first selected name stays. Without any, all but the
+            states of optimizers.
         strip: Prefix to remove from the names.
         dtype: The dtype that floating point tensors are cast to; None for none.
 
@@ -244,13 +255,16 @@ def load_weights(
         FastloadError: As for `fastload.load`.
     """
     manifest, cast = checkpoint.manifest, parse_dtype(dtype)
-    selection = RankView.of(manifest, 0, 0).select(names)
+    selection = RankView.of(manifest, 0, 0).select(names or "*")
     raise_mismatch(manifest.url, missing=selection.absent)
     texts = (
         {saved.stored for saved in leaves(manifest.structure) if saved.is_text} if manifest.structure else ()
     )
     wanted: dict[str, TensorEntry] = {}
     left_out = set(texts)
+    if not names and manifest.structure is not None:
+        optimizers = optimizer_states(manifest.structure).values()
+        left_out |= {saved.stored for states in optimizers for saved in states}
     for name, saved in selection.chosen.items():
         entry, new = manifest.by_name[saved.stored], name.removeprefix(strip)
         if entry.name in left_out:

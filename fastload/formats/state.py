@@ -244,6 +244,29 @@ def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
         _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", found)
 
 
+@checked
+def optimizer_states(structure: Any) -> dict[str, list[SavedTensor]]:
+    """Returns the tensors of each optimizer's state dict, by its place in the state; of those with tensors.
+
+    A dict with ``state`` and ``param_groups`` is taken for one.
+
+    Raises:
+        ManifestError: The structure is malformed.
+    """
+    found: dict[str, list[SavedTensor]] = {}
+    nodes = [("", structure)]
+    while nodes:
+        name, node = nodes.pop()
+        within = children(node) or {}
+        if within.keys() >= {"state", "param_groups"}:
+            if states := leaves(node, name):
+                found[name] = states
+            continue
+        prefix = f"{name}." if name else ""
+        nodes += [(prefix + ending, child) for ending, child in within.values()]
+    return found
+
+
 def read_keys(nodes: list[Any]) -> list[Any]:
     """Returns keys of a dict, or members of a set."""
     keys = [_key(node) for node in nodes]

@@ -72,7 +72,7 @@ class PendingSaves:
 
     def __init__(self, world: World, num_slots: int, retention: Retention) -> None:
         self._decides = world.rank == 0
-        self._level = logging.WARNING if self._decides else logging.DEBUG  # of the first wait
+        self._level = logging.INFO if self._decides else logging.DEBUG  # of the first wait
         self._num_slots = num_slots
         self._retention = retention
         self._decisions = Decisions(world, "pending", "waiting for rank 0's decision on pending saves")
@@ -155,7 +155,7 @@ class PendingSaves:
         self._saves.clear()
 
     def _log_wait(self, text: str, *values: int) -> None:
-        """Logs a wait: the first one as a warning, since later ones are often the same."""
+        """Logs a wait: the first one at level INFO, since later ones are often the same."""
         _log.log(self._level, f"{text} (later waits are logged at level DEBUG)", *values)
         self._level = logging.DEBUG
 

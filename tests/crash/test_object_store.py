@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["begin"])
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", CASES, ids=["part-500-async", "begin-403-sync", "marker-500-sync"])
 def test_refused_for_good(proxy: Any, fault: tuple[str, str, int, bool]) -> None:
     server, storage, folder = proxy
@@ -110,6 +110,7 @@ def test_a_server_that_stalls_in_the_middle_of_a_part_gets_it_once(proxy: Any) -
     assert (folder / "data").read_bytes() == data
 
 
+@pytest.mark.slow
 def test_killed_between_parts(proxy: Any) -> None:
     (_, storage, folder), victim = proxy, 0
     run_ranks(put, 3, version=1, storage=storage, background=False)

@@ -145,6 +145,7 @@ fastload.async_save(state(2), forgotten, options=options())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_program_that_ends_waits_for_its_saves_and_tells_of_those_that_failed(tmp_path: Path) -> None:
     """Wherever its log goes; that it failed cannot be told by the exit status of a program that has ended."""

@@ -104,7 +104,7 @@ def fastload_threads(*, kept: Collection[str] = ()) -> list[str]:
     while names := [
         thread.name
         for thread in threading.enumerate()
-        if thread.name.startswith("fastload") and thread.name not in kept
+        if thread.name.startswith("fastload") and thread.name not in (*kept, "fastload-idle")
     ]:
         if time.monotonic() > limit:
             break

@@ -53,7 +53,7 @@ def set_clock(ahead_s: float) -> None:
 
 
 def _become(host: int) -> None:
-    while any(thread.name == "idle" for thread in threading.enumerate()):
+    while any(thread.name == "fastload-idle" for thread in threading.enumerate()):
         time.sleep(0.05)  # a thread that is kept for the next work would do it where it began, on no host
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)

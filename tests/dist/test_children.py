@@ -275,6 +275,7 @@ print(*sorted(os.listdir(root)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_children_have_nothing_to_do_with_the_saves_of_their_parent(tmp_path: Path) -> None:
     """Forked while two saves go on and one has failed, and ended as programs end."""

@@ -380,6 +380,7 @@ def heal(path: Path, base: Path) -> None:
             there.rename(back)
 
 
+@pytest.mark.slow
 @ranks(3, deadline_s=100)
 def test_refreshes_under_random_faults(rank: int, world: int, tmp_path: Path) -> None:
     """A model that is refreshed with each new version has all of that one, or all of the one before."""

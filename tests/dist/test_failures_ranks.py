@@ -119,7 +119,7 @@ KILLED = {
 }
 
 
-@pytest.mark.slow(but=["read", "exchange", "gather"])
+@pytest.mark.slow(but=["exchange", "gather"])
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in EARLY])
 def test_killed_rank_is_named(tmp_path: Path, stage: str) -> None:
     run_cases(tmp_path / "x.safetensors", *KILLED[stage])
@@ -150,6 +150,7 @@ def test_stopped_rank_is_named(tmp_path: Path, places: list[tuple[str, int]]) ->
     run_cases(tmp_path / "x.safetensors", *(Case(stage, {victim: STOP}) for stage, victim in places))
 
 
+@pytest.mark.slow
 def test_rank_that_ends_in_the_tree_of_a_group_is_named(tmp_path: Path) -> None:
     """The first one, and one that has others above and below itself."""
     places = [("open", 8, KILL), ("prepare", 8, STOP), ("gather", 0, KILL)]

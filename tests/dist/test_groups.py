@@ -177,8 +177,6 @@ def _settle(known: set[threading.Thread]) -> None:
     """Gives threads that were told to end the time to do so."""
     limit = time.monotonic() + 30
     while time.monotonic() < limit:
-        if not [
-            t for t in threading.enumerate() if t not in known and t.name.startswith(("fastload", "idle"))
-        ]:
+        if not [t for t in threading.enumerate() if t not in known and t.name.startswith("fastload")]:
             return
         time.sleep(0.02)

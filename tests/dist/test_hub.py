@@ -93,6 +93,7 @@ def copy_and_verify(
     assert [own.bytes_verified > 0 for own in verified.ranks].count(True) == 2
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_copies_have_the_sha_256_of_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()

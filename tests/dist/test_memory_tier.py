@@ -361,7 +361,7 @@ def restore_after(rank: int, world: int, folder: Path) -> int | None:
     return manager.restored_step
 
 
-@pytest.mark.slow(but=["sending", "after recording"])
+@pytest.mark.slow(but=["sending"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_generation_before_is_whole_when_ranks_are_killed(stage: str, tmp_path: Path) -> None:
     everyone = "recording" in stage
@@ -417,6 +417,7 @@ def test_shards_come_back_into_any_mesh_and_any_world(rank: int, world: int, tmp
     dist.barrier()
 
 
+@pytest.mark.slow
 @ranks(4, ranks_per_host=2)
 def test_ranks_of_a_host_and_jobs_on_it_share_the_place(rank: int, world: int, tmp_path: Path) -> None:
     memory = tmp_path / "memory"

@@ -132,6 +132,7 @@ def test_what_is_cut_unevenly_where_full_tensor_fails(rank: int, world: int, tmp
         assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_random_states_on_random_meshes(rank: int, world: int, tmp_path: Path) -> None:
     """A short run of the soak; the long one is `python -m tests.soak.state --sharded`."""

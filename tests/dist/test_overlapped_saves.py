@@ -302,6 +302,7 @@ def test_states_of_the_same_names_and_lengths_saved_in_turn(rank: int, world: in
         assert loaded["number"] == number
 
 
+@pytest.mark.slow
 @ranks(2, deadline_s=90)
 def test_draws(rank: int, world: int, tmp_path: Path) -> None:
     """`python -m tests.soak.snapshot` runs more of them."""

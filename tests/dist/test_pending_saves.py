@@ -449,6 +449,7 @@ def strike(stage: str, die: Callable[[], None]) -> None:
         saver.commit = lambda call, *given: die() if call.url.endswith("2") else commit(call, *given)
 
 
+@pytest.mark.slow
 def test_killed_in_every_stage(tmp_path: Path) -> None:
     """What was whole stays so; the others are told who is gone; and the next job goes on from there."""
     dies = {3 * number + victim: signal.SIGKILL for number, (_, victim, _) in enumerate(KILLS)}

@@ -59,7 +59,7 @@ def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, 
     raise AssertionError(f"{measured_s:.2f} s instead of {done.total_s:.2f} s, in the last of {_NUM_TRIALS}")
 
 
-@pytest.mark.slow(but=["allgather"])
+@pytest.mark.slow
 @ranks(2, deadline_s=90)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 def test_a_sharded_load_takes_as_long_as_predicted(

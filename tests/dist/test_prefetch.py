@@ -45,6 +45,7 @@ def loaded(checkpoint: fastload.Checkpoint, into: dict[str, torch.Tensor]) -> fa
     return checkpoint.report
 
 
+@pytest.mark.slow
 @ranks(4, ranks_per_host=2)
 def test_a_load_reads_only_what_did_not_fit(rank: int, world: int, tmp_path: Path) -> None:
     """All formats, replicated, in shards and by names, twice, and while another one is read ahead."""
@@ -221,7 +222,7 @@ def noting(real: Callable[..., None], now: Callable[[], int], most: list[int]) -
     return noted
 
 
-@pytest.mark.slow(but=["prefetching"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "atomic"),
     [("prefetching", False), ("first", False), ("read", True), ("middle", True)],

@@ -444,6 +444,7 @@ MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_shards_need_the_scales_of_their_blocks_each_read_once(
     rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -481,6 +482,7 @@ def test_shards_need_the_scales_of_their_blocks_each_read_once(
             assert sum(one.bytes_read for one in reports[0].ranks) == nbytes
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_replicas_get_them_in_small_rounds(
     rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

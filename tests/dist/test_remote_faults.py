@@ -49,7 +49,7 @@ def load(rank: int, world: int, url: str, folder: Path, timeout_s: float = _TIME
     return sum(own.retries for own in checkpoint.report.ranks)
 
 
-@pytest.mark.slow(but=["1-stall", "1-trickle", "6-short", "6-reset", "6-503", "1-429", "6-wrong-length"])
+@pytest.mark.slow(but=["1-stall", "6-reset-before", "6-503", "6-wrong-length"])
 @pytest.mark.parametrize("fault", _FAULTS)
 @pytest.mark.parametrize("burst", [1, 6])
 def test_what_passes_is_tried_again(server: FlakyServer, folder: Path, fault: str, burst: int) -> None:

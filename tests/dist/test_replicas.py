@@ -108,6 +108,7 @@ def shards(rank: int, placements: list[Any], seed: int = 0) -> dict[str, Any]:
     return {name: placed(whole[name], mesh, placements) if name != "w3" else whole[name] for name in whole}
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_what_they_hold_as_shards_loads(rank: int, world: int, tmp_path: Path) -> None:
     all_placements: list[list[Any]] = [
@@ -138,6 +139,7 @@ def changed(rank: int) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_deltas_load(rank: int, world: int, tmp_path: Path) -> None:
     save(replica(rank), tmp_path / "base", "now")
@@ -182,6 +184,7 @@ def test_what_is_kept_in_memory_loads(rank: int, world: int, tmp_path: Path) -> 
     check(tmp_path / ROOT / "step_00000002", world, 2)
 
 
+@pytest.mark.slow
 @needs_mounts
 @ranks(4)
 def test_copies_of_hosts_load(rank: int, world: int, tmp_path: Path) -> None:
@@ -318,6 +321,7 @@ def test_equal_values_are_no_difference(rank: int, world: int, tmp_path: Path) -
     assert lines == []
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_replicas_of_shards_that_differ_are_noticed(rank: int, world: int, tmp_path: Path) -> None:
     default = replace(OPTIONS, check_replicas="small")
@@ -368,6 +372,7 @@ def test_experts_of_one_name_are_an_error(rank: int, world: int, tmp_path: Path)
     return told
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_replicas_on_several_meshes_are_compared_completely(rank: int, world: int, tmp_path: Path) -> None:
     """As FSDP next to tensor parallelism leaves parameters that are not in its plan."""

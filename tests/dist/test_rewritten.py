@@ -73,6 +73,7 @@ def causes(error: FastloadError) -> list[BaseException]:
     return list(error.failures.values()) if isinstance(error, PeerError) else [error]
 
 
+@pytest.mark.slow
 @ranks(2, deadline_s=120)
 def test_a_file_that_is_rewritten_in_place(rank: int, world: int, tmp_path: Path) -> None:
     """Of the same size, between `open` and `load`, and while data move: all kinds, all readers."""

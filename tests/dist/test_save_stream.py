@@ -61,6 +61,7 @@ def test_the_files_are_those_of_a_save(rank: int, world: int, tmp_path: Path) ->
     assert list(spool.iterdir()) == []
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_shards_of_dtensors(rank: int, world: int, tmp_path: Path) -> None:
     """Ranks yield their shards, each of its own mesh; the files are those of a save of all."""

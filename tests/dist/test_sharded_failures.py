@@ -404,6 +404,7 @@ def test_blocks_of_readers_that_break_are_verified_by_others(rank: int, world: i
 # What is left behind
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_loads_leave_nothing_in_the_store(rank: int, world: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))

@@ -446,6 +446,7 @@ def resumed(manager: fastload.CheckpointManager, mesh: DeviceMesh, step: int) ->
     return training
 
 
+@pytest.mark.slow
 def test_steps_with_shards_are_steps_as_any(tmp_path: Path) -> None:
     run_ranks(manage, 4, path=tmp_path)
     listed = CliRunner().invoke(main, ["ls", str(tmp_path / "run"), "--json"])

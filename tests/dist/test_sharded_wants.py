@@ -54,7 +54,7 @@ def load(path: Path, into: dict[str, Any], **changes: Any) -> fastload.LoadRepor
     return reports[0]
 
 
-@pytest.mark.slow(but=["checksums"])
+@pytest.mark.slow
 @ranks(4)
 def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> None:
     # So that all read something of these small states.

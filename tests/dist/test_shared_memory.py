@@ -84,6 +84,7 @@ def test_a_rank_that_has_kept_nothing_meets_the_others_anew(rank: int, world: in
     assert len(made) == 3  # none where all have cached the connections
 
 
+@pytest.mark.slow
 @ranks(18, ranks_per_host=1)
 def test_many_hosts_pass_chunks_on_along_trees(rank: int, world: int, path: Path) -> None:
     loaded, report = load(path, chunk_bytes=NUM_BYTES // 18 // 2)

@@ -192,6 +192,7 @@ def test_tensors_that_lie_in_pieces(rank: int, world: int, tmp_path: Path) -> No
         assert_same_bits(dict(checkpoint.tensors()), {"a": strided.contiguous(), "b": torch.ones(3)})
 
 
+@pytest.mark.slow
 @ranks(3, ranks_per_host=2)
 def test_it_may_be_left_early(rank: int, world: int, saved: Path) -> None:
     expected = load_reference(saved)
@@ -297,9 +298,8 @@ def test_a_rank_that_is_killed_ends_it_on_all(rank: int, world: int, saved: Path
             checkpoint.load()
 
 
-@pytest.mark.parametrize(
-    "draws", [[0, 1, 2, 5], pytest.param([3, 4, 6, 7], marks=pytest.mark.slow)], ids=["some", "others"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [[0, 1, 2, 5], [3, 4, 6, 7]], ids=["some", "others"])
 @ranks(4, ranks_per_host=2)
 def test_others_read_for_those_that_cannot(rank: int, world: int, saved: Path, draws: list[int]) -> None:
     expected = load_reference(saved)
@@ -334,7 +334,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-@pytest.mark.slow(but=["direct"])
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 def test_memory_is_bounded(rank: int, world: int, tmp_path: Path, strategy: str) -> None:
@@ -376,7 +376,7 @@ def own_boxes(rank: int, world: int) -> dict[str, Any]:
     return boxes
 
 
-@pytest.mark.slow(but=["3-ranks"])
+@pytest.mark.slow
 @ranks(1, 3, ranks_per_host=2)
 def test_boxes_of_each_ranks_own(rank: int, world: int, saved: Path) -> None:
     expected = load_reference(saved)

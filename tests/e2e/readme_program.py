@@ -27,14 +27,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import fastload
 from tests.pages import ROOT, python_blocks
 
 # What is written → what can be here; FOLDER holds the checkpoints of this test.
 REPLACED = {
-    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "assert 'LOCAL_RANK' in os.environ",
     '"/checkpoints/': '"FOLDER/',
     '"checkpoints/': '"FOLDER/',
     '"/local/': '"FOLDER/',
@@ -240,9 +239,13 @@ class Readme:
         assert all(torch.equal(found[f"model.{name}"], tensor.bfloat16()) for name, tensor in wanted)
 
     def trains(self, names: Names, run: Callable[[], None]) -> None:
-        """Is told to stop in step 3, by a signal to all processes, and goes on from what it has saved."""
-        done: list[int] = []
-        later: list[int] = []
+        """Is told to stop in step 3, by a signal to all processes, and goes on from what it has saved.
+
+        In each step each rank has a batch of other samples.
+        """
+        data = TensorDataset(torch.arange(50.0).reshape(50, 1))
+        done: list[list[int]] = []
+        later: list[list[int]] = []
         final = []
         for life in range(3):
             torch.manual_seed(0)
@@ -250,32 +253,39 @@ class Readme:
             parallel = DistributedDataParallel(model)
             optimizer = torch.optim.AdamW(model.parameters())
 
-            def train(batch: int, life: int = life, model: Any = parallel, optimizer: Any = optimizer) -> Any:
-                (done if life == 0 else later).append(batch)
-                if life == 0 and batch == 3:
+            def train(batch: Any, life: int = life, model: Any = parallel, optimizer: Any = optimizer) -> Any:
+                (numbers,) = batch
+                assert numbers.shape == (8, 1)
+                (done if life == 0 else later).append([int(number) for number in numbers])
+                if life == 0 and len(done) == 3:
                     signal_all()
-                loss = model(torch.full((1, 4), float(batch) + dist.get_rank())).square().sum()
+                loss = model(numbers.expand(-1, 4) / 50).square().sum()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 return loss.detach()  # of this rank alone
 
-            names |= {"model": model, "optimizer": optimizer, "train": train, "DataLoader": DataLoader}
-            names |= {"data": range(10_000), "num_steps": 5000 if life == 0 else done[-1] + 5}
+            names |= {"model": model, "optimizer": optimizer, "train": train, "rank": dist.get_rank()}
+            names |= {"data": data, "batch_size": 8, "num_steps": 5000 if life == 0 else len(done) + 5}
             if life == 2:  # nobody interrupts it
-                for step in range(1, done[-1] + 6):
-                    train(step)
+                for numbers in [*done, *later]:
+                    train([torch.tensor(numbers, dtype=torch.float32).reshape(8, 1)])
+                del later[5:]
             else:
                 run()
             final.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
             if life == 0:
-                assert names["state"]["step"] == done[-1]
-                assert done == list(range(1, done[-1] + 1))
-                assert 3 <= done[-1] < 5000
+                assert names["state"]["step"] == len(done)
+                assert 3 <= len(done) < 5000
                 assert names["manager"].stop_requested
             if life == 1:
-                assert later == list(range(done[-1] + 1, done[-1] + 6))
+                assert len(later) == 5
         assert all(torch.equal(final[1][name], final[2][name]) for name in final[1])
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, [*done, *later])
+        in_order = [number for step in zip(*everywhere, strict=True) for own in step for number in own]
+        assert sorted(in_order[:50]) == list(range(50))
+        assert in_order[50:100] == in_order[:50]
 
     def trains_briefly(self, names: Names, run: Callable[[], None]) -> None:
         done: list[int] = []

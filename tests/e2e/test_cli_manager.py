@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -175,6 +176,28 @@ def test_convert_copies_what_stands_next_to_the_weights(tmp_path: Path, to: str)
         assert fsspec.filesystem("memory").cat_file(f"{tmp_path}/away/vocab.txt") == kept["vocab.txt"]
 
 
+def test_states_of_optimizers_are_one_line_and_no_weights(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    unused = torch.optim.SGD(model.parameters())
+    fastload.save({"model": model, "parts": [optimizer, unused], "n": torch.ones(2)}, tmp_path / "training")
+    lines = run_here("inspect", str(tmp_path / "training")).stdout.splitlines()
+    tensors = [line.split()[0] for line in lines if " F32 " in line]
+    assert tensors == ["model.weight", "model.bias", "n", "parts.0:"]
+    (grouped,) = (line for line in lines if "parts" in line)
+    assert re.search(r"parts.0: an optimizer +F32 +6 tensors +168 bytes +model", grouped)
+    exported = run_here("convert", str(tmp_path / "training"), str(tmp_path / "hf"), "--to", "hf")
+    assert "left out: the optimizer parts.0 (6 tensors); --names '*' takes everything" in exported.stdout
+    assert "no config.json" in exported.stdout
+    assert sorted(fastload.load(tmp_path / "hf")) == ["model.bias", "model.weight", "n"]
+    everything = ("--to", "hf", "--names", "*")
+    assert run_here("convert", str(tmp_path / "training"), str(tmp_path / "all"), *everything).exit_code == 0
+    assert len(fastload.load(tmp_path / "all")) == 9
+
+
+@pytest.mark.slow
 def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -18,6 +18,7 @@ needed = ("furo", "myst_parser", "sphinx")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}, of the extra docs")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -56,6 +57,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_limits_and_rights_that_are_too_low(tmp_path: Path) -> None:
     fastload.save({"weight": torch.ones(300)}, tmp_path / "saved")
     (tmp_path / "saved").chmod(0)

@@ -109,7 +109,7 @@ def lives(pid: int) -> bool:
     return True
 
 
-@pytest.mark.slow(but=["emu"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [

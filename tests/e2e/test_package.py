@@ -133,6 +133,7 @@ def there(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return environment
 
 
+@pytest.mark.slow
 def test_it_works_away_from_the_checkout(built: tuple[Path, Path], there: Environment) -> None:
     assert "No broken requirements" in there.pip("check")
     readme = python_blocks()["Load 1"]
@@ -147,6 +148,7 @@ def test_it_works_away_from_the_checkout(built: tuple[Path, Path], there: Enviro
     assert Path(module) == there.site / "fastload" / "__init__.py"
 
 
+@pytest.mark.slow
 def test_beside_its_namesake_it_says_so(built: tuple[Path, Path], there: Environment, tmp_path: Path) -> None:
     other = {"fastload/__init__.py": "from .downloader import FastLoad\n"}
     other["fastload/downloader.py"] = "class FastLoad: ...\n"

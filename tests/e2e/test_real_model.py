@@ -89,6 +89,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_offline")
 @ranks(2, deadline_s=100)
 def test_the_loaded_model_understands_sentences(rank: int, world: int, sharded: Path) -> None:

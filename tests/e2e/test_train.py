@@ -25,7 +25,7 @@ _STEPS = 24
 
 def command_of(root: Path, *arguments: str) -> list[str]:
     command = [str(_ROOT / "launch" / "train.py"), "--root", str(root), "--steps", str(_STEPS)]
-    return [*command, "--width", "32", "--log-every", "1", "--digest", *arguments]
+    return [*command, "--width", "32", "--batch", "16", "--log-every", "1", "--digest", *arguments]
 
 
 def environ() -> dict[str, str]:
@@ -144,6 +144,20 @@ def uninterrupted(whole: Path) -> str:
     return digest
 
 
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
+
+
+def test_one_rank_trains_on_the_data_of_two(uninterrupted: str, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = command_of(tmp_path / "run", "--steps", "8")
+    done = Forked(command, ranks=1, cwd=_ROOT, env=environ(), out=out, err=out).end(90)
+    assert done.returncode == 0, done.stderr
+    alone, by_two = losses(done.stdout), losses(Path(whole).with_suffix(".out").read_text())
+    assert sorted(alone) == list(range(1, 9))
+    assert alone == pytest.approx({step: by_two[step] for step in alone}, rel=1e-3)
+
+
 @pytest.mark.slow(but=["ddp"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: Path, parallel: str) -> None:
@@ -165,6 +179,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
     assert weights(again[len(output) :]) == {uninterrupted}
 
 
+@pytest.mark.slow
 def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     # Real processes: each of them is told, those that prepare the data as well.

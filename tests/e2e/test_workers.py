@@ -81,6 +81,7 @@ def test_workers_outlive_the_signals_but_not_their_parent(method: str, tmp_path:
         await_end_of_all(process.pid)
 
 
+@pytest.mark.slow
 def test_without_it_a_worker_dies_and_takes_the_training_along(tmp_path: Path) -> None:
     with training("fork", tmp_path / "run", "plain") as (process, output):
         signal_all_until("epoch 1000\n", process, output)

@@ -107,6 +107,7 @@ def test_shards(devices: Devices, rank: int, world: int, tmp_path: Path) -> None
             devices.check_group()
 
 
+@pytest.mark.slow
 @on_devices(4, ranks_per_host=2)
 def test_tensors_of_other_ranks(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     """The state is still being computed when the call begins."""
@@ -539,7 +540,7 @@ def test_an_error_on_one_rank_ends_the_load_and_spares_the_group(
     )
 
 
-@pytest.mark.slow(but=["1048576"])
+@pytest.mark.slow
 @on_devices(1)
 @pytest.mark.parametrize("chunk_bytes", [4099, 1 << 20])
 def test_messages_are_packed_on_the_device(

@@ -195,6 +195,7 @@ def test_ranks_with_tensors_in_host_memory(devices: Devices, rank: int, world: i
             )
 
 
+@pytest.mark.slow
 @on_devices(4)
 def test_replicas_of_shards(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     mesh = init_device_mesh(devices.device.type, (2, 2))

@@ -591,6 +591,7 @@ class AppState:
         )
 
 
+@pytest.mark.slow
 @ranks(4, deadline_s=90)
 def test_trainings_go_on(rank: int, world: int, tmp_path: Path) -> None:
     """Models and optimizers as `Stateful` objects, into other meshes; saves in the background."""

@@ -105,6 +105,7 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
     assert torch.equal(model.norm, NORM)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_the_program_on_the_page(rank: int, world: int, tmp_path: Path) -> None:
     os.chdir(tmp_path)

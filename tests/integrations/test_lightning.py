@@ -25,7 +25,7 @@ def body(name: str) -> Any:
     return there("tests.integrations.lightning_ranks", name)
 
 
-@pytest.mark.slow(but=["fsdp2"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind"), [(2, "ddp"), (2, "fsdp2")])
 def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind: str, tmp_path: Path) -> None:
     def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind:
     run_ranks(body("loads_elsewhere"), 6 - world, folder=tmp_path / "whole", kind=kind)
 
 
-@pytest.mark.slow(but=["writing", "removing-False"])
+@pytest.mark.slow(but=["writing"])
 @pytest.mark.parametrize(
     ("dies_when", "in_background", "begins_at"),
     [("writing", True, 1), ("written", True, 2), ("removing", True, 2), ("removing", False, 2)],
@@ -62,6 +62,7 @@ def test_links_to_the_last_checkpoint(
     assert began_at == [begins_at, begins_at]
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_after_a_link_to_it(tmp_path: Path) -> None:
     run_ranks(body("saves_after_a_link"), 2, folder=tmp_path / "run")
 
@@ -78,10 +79,12 @@ def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses"), 2, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_averages_of_weights_that_a_callback_keeps(tmp_path: Path) -> None:
     run_ranks(body("averages"), 2, folder=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_sharded_tensors_that_a_callback_adds(tmp_path: Path) -> None:
     run_ranks(body("shadows"), 2, folder=tmp_path / "run")
 

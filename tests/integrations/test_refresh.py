@@ -42,7 +42,7 @@ def descriptors() -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.slow(but=["replicated"])
+@pytest.mark.slow
 @ranks(2, ranks_per_host=1, deadline_s=100)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "fsdp"])
 def test_nothing_is_left_behind(rank: int, world: int, tmp_path: Path, sharded: bool) -> None:
@@ -73,7 +73,7 @@ def test_nothing_is_left_behind(rank: int, world: int, tmp_path: Path, sharded: 
         counts.append(
             (
                 resident_bytes(),
-                sorted(t.name for t in threading.enumerate() if t.name != "idle"),
+                sorted(t.name for t in threading.enumerate() if t.name != "fastload-idle"),
                 descriptors(),
             )
         )

@@ -158,6 +158,7 @@ def state_of(mesh: Any, seed: int) -> dict[str, Any]:
     return {"user": {"default": user}, "torchft": {"step": seed, "batches_committed": 2 * seed}}
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_shards_heal_in_place_from_the_rank_of_the_same_number(rank: int, world: int, tmp_path: Path) -> None:
     from fastload.integrations.torchft import ReplicaTransport

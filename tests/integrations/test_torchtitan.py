@@ -40,6 +40,7 @@ def test_the_program_on_the_page_killed_and_started_again() -> None:
     run_ranks(body("goes_on_as_if_it_had_not_been"), 2)
 
 
+@pytest.mark.slow
 def test_a_state_of_ones_own_with_shards() -> None:
     run_ranks(body("saves_a_state_with_shards"), 2)
     run_ranks(body("loads_a_state_with_shards"), 3)

@@ -38,6 +38,7 @@ def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> N
     run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_models_that_transformers_converts(tmp_path: Path) -> None:
     run_ranks(body("names_what_loads_converted_models"), 2, tmp_path=tmp_path)
 
@@ -50,6 +51,7 @@ def test_adapters_of_peft_share_a_base(tmp_path: Path) -> None:
     run_ranks(body("shares_adapters"), 2, tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 @needs_peft
 def test_adapters_that_peft_computes_the_tensors_of(tmp_path: Path) -> None:
     run_ranks(body("loads_what_peft_computes"), 2, tmp_path=tmp_path)
@@ -137,6 +139,7 @@ def test_a_directory_that_is_replaced_is_there_whenever_that_is_killed(
     assert steps == (2 if can_exchange else 4)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_others_are_resumed(tmp_path: Path) -> None:
     run_ranks(body("resumes_from_others"), 2, tmp_path=tmp_path)
 
@@ -173,6 +176,7 @@ def test_a_library_that_is_laid_out_in_another_way() -> None:
             require_signatures(json, "1", signatures)
 
 
+@pytest.mark.slow
 def test_the_recipe_for_fsdp2_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for world, num_steps in ((2, 2), (3, 4)):

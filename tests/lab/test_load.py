@@ -122,6 +122,7 @@ def test_the_storage_link_carries_every_byte_once(checkpoint: Path, url: str, nu
 _NAMED_ALIKE = ["unshare", "--uts", "sh", "-c", 'hostname same; exec "$@"', "named"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_hosts_of_the_same_name_do_not_share_memory(checkpoint: Path) -> None:
     """They have a network each: what is in the memory of one cannot be told to the other."""
@@ -167,7 +168,7 @@ def test_some_tensors_cost_their_bytes(checkpoint: Path) -> None:
     assert (storage_bytes() - before - heads_bytes) / report["bytes_wanted"] < 1.01
 
 
-@pytest.mark.slow(but=["storage"])
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["storage", "all"])
 @pytest.mark.usefixtures("hosts")
 def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, how: str) -> None:
@@ -192,6 +193,7 @@ def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, ho
     assert "stopped reading" in notes[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_only_the_port_of_the_store_is_open_between_the_hosts(tmp_path: Path) -> None:
     """Each rank says whom it does not reach, and what to open; and its process ends as it should.

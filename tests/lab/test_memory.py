@@ -45,6 +45,7 @@ def lines(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole]
 
 
+@pytest.mark.slow
 def test_partners_that_are_cut_off_from_each_other(tmp_path: Path) -> None:
     """The first host, which has the store, still reaches both: it is not the network that is gone."""
     job = start("python", str(_PROGRAM), str(tmp_path))

@@ -109,7 +109,7 @@ def load_through(
     return report, (storage_bytes() - before) / report["bytes_wanted"]
 
 
-@pytest.mark.slow(but=["sshfs"])
+@pytest.mark.slow
 def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
     report, carried = load_through(client, tmp_path, "--json", "--digest")
     assert report["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS

@@ -75,6 +75,7 @@ def marks() -> Iterator[dict[bytes, int]]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for mounts of its own")
 @pytest.mark.timeout(120)
 def test_loads_ask_nobody_for_names(tmp_path: Path, marks: dict[bytes, int]) -> None:

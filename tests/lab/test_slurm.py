@@ -223,7 +223,7 @@ def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp
     assert "stopped (the step ended with 0); back into the queue" in job.output()
 
 
-_TRAINING = "--steps 24 --width 32 --batch 2 --log-every 1 --save-every 8 --digest".split()
+_TRAINING = "--steps 24 --width 32 --batch 8 --log-every 1 --save-every 8 --digest".split()
 _TRAINED = "ends at step 24 of 24"
 
 
@@ -299,6 +299,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_returns_without_a_save_are_limited(tmp_path: Path) -> None:
     templates = [(_ROOT / "launch" / f"slurm_{name}.sbatch").read_text() for name in ("torchrun", "srun")]
     limit, other = [re.findall(r"^# The limit of returns.*?\n\n", text, re.M | re.S) for text in templates]
@@ -324,6 +325,7 @@ def test_returns_without_a_save_are_limited(tmp_path: Path) -> None:
         assert list(folder.glob(".progress-*")) == []
 
 
+@pytest.mark.slow
 def test_a_member_of_an_array_comes_back_alone(tmp_path: Path) -> None:
     arrays = []
     for template in ("srun", "torchrun"):  # whose ranks start later
@@ -388,6 +390,7 @@ def test_ranks_that_fail_are_started_anew_as_often_as_was_asked(tmp_path: Path) 
     assert set(lives) == {"0", "1"}, job.output()
 
 
+@pytest.mark.slow
 def test_torchrun_multi_starts_all_ranks_anew_when_one_is_killed(tmp_path: Path) -> None:
     site = 'INTERFACE=eth0 RANKS_PER_NODE=1 LOCAL_ADDR=$(hostname) exec "$@"'
     job = [str(_ROOT / "launch" / "torchrun_multi.sh"), HOST_1, "29400", "2"]

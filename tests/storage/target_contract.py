@@ -333,7 +333,7 @@ class TargetContract:
     @pytest.fixture(autouse=True)
     def _no_threads_left(self) -> Iterator[None]:
         def busy() -> int:
-            return len([thread for thread in threading.enumerate() if thread.name != "idle"])
+            return len([thread for thread in threading.enumerate() if thread.name != "fastload-idle"])
 
         before = busy()
         yield

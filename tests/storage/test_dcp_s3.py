@@ -79,6 +79,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_items_are_not_asked_for_one_by_one(server: dict[str, Any], requests: Counter[str]) -> None:
     saved = state()
     with fastload.open(f"s3://{BUCKET}/many", storage_options=server) as checkpoint:

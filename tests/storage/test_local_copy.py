@@ -75,6 +75,7 @@ def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
     with other_process(tmp_path / "copy", "lives") as process:
         copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")

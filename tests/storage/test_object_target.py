@@ -486,6 +486,7 @@ _MOMENTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_is_outlasted_at_any_moment(seaweed: dict[str, Any]) -> None:
     """By each request, however short its pauses happen to be."""
     failures: dict[tuple[str, str], BaseException] = {}

@@ -111,6 +111,7 @@ def over_s3(bucket: dict[str, Any]) -> Iterator[Store]:
         yield Store(f"s3://{BUCKET}/trips", {**bucket, "endpoint": gateway.url}, waves)
 
 
+@pytest.mark.slow(but=["own", "dcp-over_http", "small.pt"])
 @pytest.mark.parametrize("kind", ["over_http", "over_s3"])
 @pytest.mark.parametrize("name", SAVED)
 def test_open(request: pytest.FixtureRequest, kind: str, name: str) -> None:

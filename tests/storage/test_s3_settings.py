@@ -258,8 +258,10 @@ def round_trip(options: dict[str, Any]) -> None:
         assert not storage.folders()
 
 
-# Other names of what others set, or other places of the same.
+# Other names of what others set, other places of the same, or what one line of the settings passes on.
 ALIKE = {
+    "user_agent", "default_headers", "region", "AWS_SESSION_TOKEN", "AWS_CA_BUNDLE", "virtual", "HTTP_PROXY",
+    "options before variables",
     "endpoint_url", "AWS_ENDPOINT", "session_token", "AWS_REGION", "AWS_DEFAULT_REGION",
     "region of a profile",
     "virtual, with the bucket", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "root_certificate, bytes",

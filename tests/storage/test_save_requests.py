@@ -68,7 +68,7 @@ def save_parts(rank: int, world: int, url: str, storage: Any, sharded: bool, **h
     fastload.save({"weight": tensor}, url, storage_options=storage, options=options)
 
 
-@pytest.mark.slow(but=["default"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "how", "num_parts"),
     [

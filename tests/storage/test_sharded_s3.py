@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -57,6 +58,7 @@ def save_delta(rank: int, world: int, url: str, base: str, storage: Any) -> tupl
     )
 
 
+@pytest.mark.slow
 def test_a_delta_in_a_bucket_of_a_base_elsewhere(tmp_path: Path, seaweed: dict[str, Any]) -> None:
     for base in (str(tmp_path / "local" / "0"), f"s3://{BUCKET}/complete/0"):
         fastload.save(state(), base, storage_options=seaweed)

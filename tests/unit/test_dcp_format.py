@@ -236,6 +236,7 @@ def test_directories_of_items_that_lie(folder: Path, saved: Path) -> None:
             assert torch.equal(found["turned"], expected["turned"])
 
 
+@pytest.mark.slow
 def test_mutated_directories_are_refused_or_read_right() -> None:
     script = Path(__file__).parents[2] / "scripts" / "fuzz_folders.py"
     words = [str(script), "--count", "120"]

@@ -139,7 +139,12 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-LONG_CASES = ("keys of many parts", "metadata of many tensors", "many small containers")
+LONG_CASES = (
+    "keys of many parts",
+    "metadata of many tensors",
+    "many small containers",
+    "what is refused, repeated",
+)
 
 
 @pytest.mark.parametrize(

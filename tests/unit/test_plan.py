@@ -65,6 +65,7 @@ def hosts_of(world_size: int) -> st.SearchStrategy[list[str]]:
     return st.just([]) | each
 
 
+@pytest.mark.slow
 def test_readers_take_turns_in_some_of_the_plans_that_are_drawn() -> None:
     find(
         plans(),

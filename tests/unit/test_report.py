@@ -11,7 +11,7 @@ import pytest
 from fastload.base import stopwatch
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.responses import Each, Reports, join_responses, read_responses, write_response
-from fastload.report import LoadReport, RankReport
+from fastload.report import LoadReport, RankReport, SaveRankReport, SaveReport
 
 
 class Clock:
@@ -122,3 +122,30 @@ def test_reports_of_all_ranks_are_read_as_they_were_told() -> None:
     assert (reports[0].exposed_s, reports[0].overlapped_s) == pytest.approx((0.765, 0.235))
     assert (reports[3].exposed_s, reports[3].overlapped_s, len(reports)) == (pytest.approx(3.765), 0.0, 4)
     assert reports == pickle.loads(pickle.dumps(reports)) == tuple(reports) != own[:1]
+
+
+def test_printed_it_is_one_line() -> None:
+    rank = RankReport(rank=0, host="a", reader=True, bytes_read=3_000_000, total_s=1.5)
+    loaded = LoadReport(
+        url="/ckpt",
+        strategy="direct",
+        why="one rank",
+        transport="none",
+        why_transport="",
+        bytes_wanted=2_000_000,
+        num_tensors=1,
+        chunk_bytes=1,
+        num_rounds=1,
+        depth=1,
+        ranks=[rank],
+    )
+    assert str(loaded) == "/ckpt: 1 tensor, 2 MB in 1.50 s from storage; direct, read 1.50 ×"
+    own = SaveRankReport(
+        rank=0, host="a", bytes_written=7, stall_s=0.25, snapshot_s=0, write_s=1, flush_s=0, commit_s=0,
+        total_s=2, peak_staging_bytes=0,
+    )  # fmt: skip
+    saved = SaveReport(
+        url="/ckpt", nbytes=7000, num_tensors=1, num_files=1, block_bytes=1, num_writers=1, num_copies=1,
+        tier="memory", ranks=[own],
+    )  # fmt: skip
+    assert str(saved) == "/ckpt: saved 7 kB to memory in 2.00 s; training waited 0.25 s"

@@ -356,6 +356,7 @@ def test_where_requests_take_no_time_it_reads_eight_bytes_then_the_header() -> N
     assert manifest.tensors == (TensorEntry("a", "U8", (2,), 0, 8 + len(header), 2),)
 
 
+@pytest.mark.slow
 def test_header_of_100_000_tensors_is_fast() -> None:
     header = json.dumps(
         {

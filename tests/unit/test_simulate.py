@@ -159,6 +159,7 @@ def test_a_world_that_nobody_here_owns() -> None:
     assert time.process_time() - began < 10
 
 
+@pytest.mark.slow
 def test_a_large_world_takes_little_memory() -> None:
     tracemalloc.start()
     a_world_that_nobody_here_owns("allgather", nccl=True)

@@ -115,7 +115,7 @@ def test_slow_cores_placing_and_messages_are_named() -> None:
         assert (done.bound_by, done.total_s > 2 * 1.0) == (bound_by, True), name
 
 
-@pytest.mark.slow(but=["False-allgather", "direct"])
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_a_world_that_nobody_here_owns(strategy: str, fsdp: bool) -> None:

@@ -88,9 +88,9 @@ def test_a_thread_without_an_errand_keeps_no_memory_and_ends() -> None:
     assert names == ["test"]
     assert there() is None
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any(one.name == "idle" for one in threading.enumerate()):
+    while time.monotonic() < deadline and any(one.name == "fastload-idle" for one in threading.enumerate()):
         time.sleep(0.05)
-    assert not any(one.name == "idle" for one in threading.enumerate())
+    assert not any(one.name == "fastload-idle" for one in threading.enumerate())
 
 
 def test_threads_are_dismissed_while_tasks_begin() -> None:
