@@ -96,5 +96,4 @@ def format_named(name: str) -> Format:
 
 def asked_formats() -> str:
     """Returns which formats `find_format` asks, for messages."""
-    names = ", ".join(extensions(_KIND)) or "none is installed"
-    return f"formats of extensions that were asked: {names}"
+    return f"the formats of extensions ({', '.join(extensions(_KIND)) or 'none is installed'})"

@@ -155,7 +155,7 @@ def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
     try:
         return safetensors.read_file(storage, "", stat, exact=exact)
     except ManifestError as error:
-        raise ManifestError(f"{error}; {asked_formats()}") from None
+        raise ManifestError(f"{error}; it is none for {asked_formats()} either") from None
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
@@ -225,4 +225,4 @@ def _without_files(url: str, names: Sequence[str]) -> str:
         found += ": to load a file of torch.save, name it"
     elif "latest" in names:
         found += ": to load a checkpoint of DeepSpeed, name the directory of a step"
-    return f"{url}: no *{SUFFIX} files in this directory; {found}; {asked_formats()}"
+    return f"{url}: no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastload.loading.selection import Outline
 
 
-class Transfer(Protocol):
+class OngoingTransfer(Protocol):
     """A transfer that goes on after the call that began it, such as a stream; the next call ends it."""
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -50,7 +50,7 @@ class Checkpoint:
     _opening: ClassVar[ProcessLock] = ProcessLock()
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
-        self._transfer: Transfer | None = None
+        self._transfer: OngoingTransfer | None = None
         self._session = Session(world, access, options)
         self._turn = threading.RLock()
         with self._opening:

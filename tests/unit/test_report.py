@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from fastload.base import trace
+from fastload.base import stopwatch
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.responses import Each, Reports, join_responses, read_responses, write_response
 from fastload.report import LoadReport, RankReport, SaveRankReport, SaveReport
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(trace, "time", clock)
+    monkeypatch.setattr(stopwatch, "time", clock)
     return clock
 
 
