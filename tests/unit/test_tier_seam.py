@@ -190,5 +190,5 @@ def test_what_cannot_be_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(OptionError, match="tier='memory': must be callable"):
         CheckpointManager(tmp_path, tier="memory", **given)  # type: ignore[arg-type]
     monkeypatch.setattr(registry, "extensions", lambda kind: {})
-    with pytest.raises(OptionError, match="memory= needs an extension that is not installed"):
+    with pytest.raises(OptionError, match="memory= needs the extension 'memory', which is not installed"):
         CheckpointManager(tmp_path, memory=tmp_path, **given)
