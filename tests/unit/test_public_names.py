@@ -39,7 +39,7 @@ def fresh() -> Any:
     names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - others
     assert {"estimate", "load", "CheckpointManager"} <= names
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
