@@ -239,7 +239,8 @@ def _open(world: World, state: Any) -> _VirtualFile:
     reader = reader.with_layout(merged.layout)
     access = Access(
         storage=_connect(world, reader, shards),
-        manifest=manifest,
+        stored=manifest,
+        logical=manifest,
         hosts=tuple(world.nodes.values()),
         machines=tuple(machines.values()),
         readers=holders.ranks,
@@ -475,7 +476,7 @@ class KeptPlan:
                 matched = MatchedRequest(
                     session.opened, call.match, call.decision, call.backend, call.detour, start
                 )
-                what = f"planning to load {session.manifest.url}"
+                what = f"planning to load {session.stored.url}"
                 with ExitStack() as unused:
                     with world.step(what) as step:
                         opened = open_job(matched, call.plan, call.bytes_wanted, call.writer)

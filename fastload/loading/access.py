@@ -59,7 +59,8 @@ class Access:
 
     Attributes:
         storage: The storage that this rank reads from.
-        manifest: The files and tensors, as the lowest rank that sees them read it.
+        stored: The files and their tensors, as the lowest rank that sees them read it.
+        logical: The tensors that can be requested, which a layer may decode from those of `stored`.
         hosts: Host of each rank; see `comm.hosts.node`.
         machines: For each rank, an identifier that ranks have in common if they can share memory.
         readers: Ranks that can read, ascending.
@@ -67,14 +68,13 @@ class Access:
         shared: Whether all ranks read through one link (object store, network file system).
         holders: The readers of each byte; None if every reader has all of them.
         held: The bytes that this rank has in its own memory; None if no rank has any.
-        dequantized: `manifest` with dequantised weights; None without `LoadOptions.dequantize`.
-        chain: If it is a delta, the files of itself, of its base, and so on; the complete checkpoint last.
-            `storage` and `manifest` are of the result then.
-        ancestors: The results that the deltas of the chain are of, in the same order.
+        parts: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and so
+            on, the complete one last. `logical` of each is what it stands for together with those after it.
     """
 
     storage: PatientStorage
-    manifest: Manifest
+    stored: Manifest
+    logical: Manifest
     hosts: tuple[str, ...]
     machines: tuple[str, ...]
     readers: tuple[int, ...]
@@ -82,19 +82,7 @@ class Access:
     shared: bool
     holders: Holders | None = None
     held: HeldBytes | None = None
-    dequantized: Manifest | None = None
-    chain: tuple[Access, ...] = ()
-    ancestors: tuple[Manifest, ...] = ()
-
-    @property
-    def tensors(self) -> Manifest:
-        """The manifest with the tensors that can be requested."""
-        return self.dequantized or self.manifest
-
-    @property
-    def deltas(self) -> tuple[Access, ...]:
-        """The deltas of the chain."""
-        return self.chain[:-1]
+    parts: tuple[Access, ...] = ()
 
     @property
     def is_mounted(self) -> bool:
@@ -139,12 +127,12 @@ def open_access(
     connect = partial(_connect, storage_options=storage_options, io=options.io, patience=patience)
     with world.together():
         access = agree_on_access(world, location.url, partial(connect, location), same, read)
-        if access.manifest.delta is not None:
+        if access.stored.delta is not None:
             access = _open_bases(world, access, location, options.bases, connect, same, read)
         if not (isinstance(options, LoadOptions) and options.dequantize):
             return access
         try:
-            return replace(access, dequantized=_dequantized(world, access))
+            return replace(access, logical=_dequantized(world, access))
         except BaseException:
             access.storage.close()
             raise
@@ -165,12 +153,12 @@ def _locate_base(
     world: World, access: Access, location: Location, bases: str | os.PathLike[str] | None, connect: Connect
 ) -> Location:
     """Returns where the base of a delta is, as one rank sees it."""
-    delta, reader = access.manifest.delta, access.readers[0]
+    delta, reader = access.stored.delta, access.readers[0]
     assert delta is not None
     if bases is None:
         return location_of_base(delta.base, location, None)
-    with world.step(f"searching the base of {access.manifest.url}") as step:
-        step.answer(world.rank == reader and is_next_to_base(access.manifest, location, connect))
+    with world.step(f"searching the base of {access.stored.url}") as step:
+        step.answer(world.rank == reader and is_next_to_base(access.stored, location, connect))
     is_near = step.answers[reader]
     return location_of_base(delta.base, location, None if is_near else bases)
 
@@ -191,17 +179,17 @@ def _open_bases(
     """
     chain = [access]
     try:
-        while chain[-1].manifest.delta is not None:
+        while chain[-1].stored.delta is not None:
             location = _locate_base(world, chain[-1], location, bases, connect)
             try:
                 chain.append(agree_on_access(world, location.url, partial(connect, location), call, read))
             except CheckpointNotFound as error:
-                raise missing_base(chain[-1].manifest, location, error) from None
-            require_base(chain[-2].manifest, chain[-1].manifest)
-        ancestors, result, storage = list[Manifest](), chain[-1].manifest, chain[-1].storage
+                raise missing_base(chain[-1].stored, location, error) from None
+            require_base(chain[-2].stored, chain[-1].stored)
+        result, storage, parts = chain[-1].stored, chain[-1].storage, [chain[-1]]
         for each in reversed(chain[:-1]):
-            ancestors.append(result)
-            result, storage = layered([(result, storage), (each.manifest, each.storage)])
+            result, storage = layered([(result, storage), (each.stored, each.storage)])
+            parts.append(replace(each, logical=result))
     except BaseException:
         for each in chain:
             each.storage.close()
@@ -210,18 +198,18 @@ def _open_bases(
     return replace(
         access,
         storage=storage,
-        manifest=result,
+        stored=result,
+        logical=result,
         readers=tuple(sorted(set(access.readers).intersection(*(each.readers for each in chain)))),
         notes=notes,
         shared=any(each.shared for each in chain),
-        chain=tuple(chain),
-        ancestors=tuple(reversed(ancestors)),
+        parts=tuple(reversed(parts)),
     )
 
 
 def _dequantized(world: World, access: Access) -> Manifest:
     """Returns the manifest with dequantised weights; one rank reads their configuration, for all."""
-    manifest, storage = access.manifest, access.storage
+    manifest, storage = access.stored, access.storage
     with world.step(f"reading the quantization of {manifest.url}") as step:
         if world.rank == access.readers[0]:
             if manifest.structure is not None:
@@ -321,7 +309,8 @@ class _Opening:
         (machines,) = responses[0]["machine"]
         return Access(
             storage=storage,
-            manifest=manifest,
+            stored=manifest,
+            logical=manifest,
             hosts=tuple(world.nodes.values()),
             machines=tuple(machines.values()),
             readers=tuple(sorted(set(range(world.size)) - notes.keys())),
@@ -397,13 +386,16 @@ def reopen_exactly(world: World, access: Access) -> Access:
     Raises:
         FastloadError: As when it was opened.
     """
-    storage, manifest = access.storage, None
+    storage, stored = access.storage, None
     _log.info("%s: opened again, since layouts were not as inferred", storage.url)
     with world.step(f"reading all layouts of {storage.url}") as step:
         if world.rank == access.readers[0]:
-            manifest = read_manifest(storage, exact=True)
-            step.answer(attach=manifest.to_bytes())
-    return replace(access, manifest=manifest or Manifest.from_bytes(step.attachment))
+            stored = read_manifest(storage, exact=True)
+            step.answer(attach=stored.to_bytes())
+    stored = stored or Manifest.from_bytes(step.attachment)
+    return replace(
+        access, stored=stored, logical=stored if access.logical is access.stored else access.logical
+    )
 
 
 def _files_seen(storage: Storage) -> str:

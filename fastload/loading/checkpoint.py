@@ -47,7 +47,7 @@ class Checkpoint:
     @property
     def manifest(self) -> Manifest:
         """Its files and tensors, and the place of each tensor; dequantised with `LoadOptions.dequantize`."""
-        return self._session.opened.access.tensors
+        return self._session.opened.access.logical
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -55,7 +55,7 @@ def load(session: Session, request: Request) -> Loaded:
     session.await_prefetch()
     start = LoadStart.now(session.opened)
     has_own = not request.is_same  # new tensors hold nothing, whatever was in their memory before
-    matched = _patched(session, request) if has_own and session.opened.access.deltas else None
+    matched = _patched(session, request) if has_own and session.opened.access.parts else None
     return session.load(request, matched, start=start)
 
 
@@ -69,10 +69,10 @@ def _patched(session: Session, request: Request) -> Match:
     """
     opened = session.opened
     world, access = opened.world, opened.access
-    levels = [access.manifest, *access.ancestors]
-    with world.step(f"comparing tensors with {access.manifest.url} and its bases") as step:
+    levels = [part.logical for part in access.parts]
+    with world.step(f"comparing tensors with {access.stored.url} and its bases") as step:
         matched = opened.match(request)
-        candidates = _Candidates(access.manifest, matched.destinations)
+        candidates = _Candidates(access.stored, matched.destinations)
         affordable = levels[: _num_affordable(opened) + 1]
         held = [number for number, level in enumerate(affordable) if candidates.may_hold(level)]
         step.answer({"held": held, "regions": Each([candidates.digest])})
@@ -87,14 +87,14 @@ def _patched(session: Session, request: Request) -> Match:
         if len(peers) > 1 or not number:
             proof.begin(levels[number])
         patches = [
-            _read(opened, session.delta(delta), levels[delta + 1], candidates)
+            _read(opened, session.part(delta), levels[delta + 1], candidates)
             for delta in reversed(range(number))
         ]
-        with world.step(f"verifying the result of {access.manifest.url}", is_long=True):
+        with world.step(f"verifying the result of {access.stored.url}", is_long=True):
             for patch in patches:
                 patch.require_valid()
             if patches:
-                proof.begin(access.manifest, patches, peers.index(world.rank), len(peers))
+                proof.begin(access.stored, patches, peers.index(world.rank), len(peers))
             proof.await_all()
     finally:
         proof.close()
@@ -103,12 +103,13 @@ def _patched(session: Session, request: Request) -> Match:
 
 def _num_affordable(opened: Opened) -> int:
     """Returns the most deltas that are read instead of the complete checkpoint."""
-    left = opened.access.manifest.nbytes * _MOST_READ
-    for number, delta in enumerate(opened.access.deltas):
-        left -= delta.manifest.nbytes
+    left = opened.access.stored.nbytes * _MOST_READ
+    deltas = opened.access.parts[:-1]
+    for number, delta in enumerate(deltas):
+        left -= delta.stored.nbytes
         if left < 0:
             return number
-    return len(opened.access.deltas)
+    return len(deltas)
 
 
 class _Region(NamedTuple):
@@ -340,7 +341,7 @@ def _read(opened: Opened, session: Session, base: Manifest, candidates: _Candida
     Raises:
         FastloadError: A rank failed, or the delta is damaged.
     """
-    stored = session.manifest
+    stored = session.stored
     try:
         changes = find_changes(base, stored)
         wanted: dict[str, list[_Region]] = {}

@@ -90,7 +90,7 @@ class Prefetch(BackgroundReads):
         if chunk_bytes is None and limit_bytes is not None:  # chunks that fill the memory
             chunk_bytes = min(max(limit_bytes // _LEAST_CHUNKS, PAGE_BYTES), _MAX_CHUNK_BYTES)
         self._plan = plan = plan_transfer(
-            access.manifest.extents,
+            access.stored.extents,
             access.readers,
             (),
             staging_bytes=_UNBOUNDED_BYTES,

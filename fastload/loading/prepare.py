@@ -71,7 +71,7 @@ class Opened:
     def block_bytes(self) -> int:
         """Length of the parts of a tensor with one reader: checksum blocks; 0 for parts of any length."""
         if self.verifier is not None:
-            return self.access.manifest.block_bytes
+            return self.access.stored.block_bytes
         return PAGE_BYTES if self.access.holders is not None else 0
 
     @property
@@ -92,7 +92,7 @@ class Opened:
             in_parts: Whether data may be read without their first byte; see `Guards`.
             shared: Whether other ranks of this host read the same bytes.
         """
-        manifest, storage, threads = self.access.manifest, self.access.storage, self.options.read_threads
+        manifest, storage, threads = self.access.stored, self.access.storage, self.options.read_threads
         storage.share_reads(shared)
         return ChunkReader(
             storage,
@@ -106,7 +106,7 @@ class Opened:
     def match(self, request: Request) -> Match:
         """Finds the destinations of a request of this rank; errors are those of `LoadRequest.match`."""
         world = self.world
-        return request.match(self.access.tensors, world.rank, world.size, members_of(world.group))
+        return request.match(self.access.logical, world.rank, world.size, members_of(world.group))
 
     def choose_strategy(self, *, fast_links: bool = False) -> StrategyChoice:
         """Chooses the strategy of a load.
@@ -247,7 +247,7 @@ class Job:
         opened = self.matched.opened
         self.pipeline.close()
         if not self.pipeline.reader.close(wait_s=min(1.0, opened.world.grace_s)):
-            _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
+            _log.warning("%s: a read is still under way and may yet write", opened.access.stored.url)
 
 
 def prepare(
@@ -265,7 +265,7 @@ def prepare(
         FastloadError: A rank cannot load, or the requests of the ranks do not fit each other.
     """
     start = start or LoadStart.now(opened)
-    what = f"preparing to load {opened.access.manifest.url}"
+    what = f"preparing to load {opened.access.stored.url}"
     state_copies.wait()
     with ExitStack() as unused:
         with opened.world.step(what) as step:
@@ -327,7 +327,7 @@ def _raise_unexpected(matched: MatchedRequest, digests: Sequence[str]) -> None:
     """
     if not all(digests):
         return
-    surplus, world, manifest = matched.match.surplus, matched.opened.world, matched.opened.access.manifest
+    surplus, world, manifest = matched.match.surplus, matched.opened.world, matched.opened.access.stored
     if len(set(digests)) == 1:
         surplus.raise_unwanted(manifest.url, surplus.names)
     elif unwanted := sorted(_unwanted_by_all(world, manifest, surplus.names)):
@@ -423,7 +423,7 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
     Raises:
         FastloadError: On some rank options do not fit, or it did not respond.
     """
-    world, manifest = matched.opened.world, matched.opened.access.manifest
+    world, manifest = matched.opened.world, matched.opened.access.stored
     with world.gathering_step(f"telling what each rank wants of {manifest.url}") as gathered:
         own = request_of(manifest, matched.match.destinations)
         gathered.answer(own.packed)
@@ -447,7 +447,7 @@ def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[by
         packed: `RankRequest.packed` of each rank.
     """
     opened, decision = matched.opened, matched.decision
-    extents = opened.access.manifest.extents
+    extents = opened.access.stored.extents
     # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
     contiguous = opened.access.is_mounted and not decision.alone
     requests = RankRequests.unpack(packed)

@@ -52,18 +52,18 @@ def seal(
     try:
         with session.usable():
             compare_sha_256(session)
-            hasher = ChecksumCollector(access.manifest)
+            hasher = ChecksumCollector(access.stored)
             reading = CompleteRead(session, hasher)
             with closing(reading):
                 reading.compare_calls("seal")
                 with world.step(reading.what, is_long=True) as read:
                     read.answer({"report": Each(reading.run().pack())})
             texts = _texts(session, hasher)
-            with world.step(f"writing {url_of_seal(access.manifest)}"):
+            with world.step(f"writing {url_of_seal(access.stored)}"):
                 if world.rank in texts:
                     patience = Patience(options.retries, world.patience_s)
                     place, name = location, SEAL_NAME
-                    if is_single_file(access.manifest):
+                    if is_single_file(access.stored):
                         place, name = _next_to(location)
                     put_next_to(place, NAMES, name, texts[world.rank], storage_options, patience=patience)
             world.acknowledge()
@@ -105,7 +105,7 @@ def _texts(session: Session, hasher: ChecksumCollector) -> dict[int, bytes]:
         ChecksumError: The copies of several hosts differ; the same error on all ranks.
     """
     world, access = session.opened.world, session.opened.access
-    manifest = access.manifest
+    manifest = access.stored
     with world.gathering_step(f"gathering the checksums of {manifest.url}") as step:
         step.answer(b"".join([array("Q", hasher.checksums).tobytes(), *hasher.checksums.values()]))
     packed = step.answers

@@ -61,7 +61,7 @@ class Session:
     """
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
-        verifier = Verifier(access.manifest) if access.manifest.block_bytes and options.verify else None
+        verifier = Verifier(access.stored) if access.stored.block_bytes and options.verify else None
         tracing = Tracing(world, options.trace)
         tracing.synchronize(access.hosts)
         self.opened = Opened(world, access, options, verifier, tracing, access.storage.bytes_read)
@@ -71,12 +71,12 @@ class Session:
         self._opened_in = os.getpid()
         self._prefetch: Prefetch | None = None  # until all ranks have read their shares
         self._held: tuple[HeldBytes, Holders] | None = None  # from then on
-        self._deltas: dict[int, Session] = {}  # those of `Access.deltas` that are in use
+        self._parts: dict[int, Session] = {}  # those of `Access.parts` that are in use
 
     @property
-    def manifest(self) -> Manifest:
-        """The files and tensors of the checkpoint."""
-        return self.opened.access.manifest
+    def stored(self) -> Manifest:
+        """The files of the checkpoint and their tensors."""
+        return self.opened.access.stored
 
     @property
     def is_inherited(self) -> bool:
@@ -91,7 +91,7 @@ class Session:
         """
         if self.is_inherited:
             raise WorldError(
-                f"{self.manifest.url}: the parent of this process has this checkpoint open: use it there"
+                f"{self.stored.url}: the parent of this process has this checkpoint open: use it there"
             )
 
     @contextmanager
@@ -104,7 +104,7 @@ class Session:
         if self.has_failed:
             raise WorldError("an earlier load of this open checkpoint failed: open it again")
         if self.is_closed:
-            closed = WorldError(f"{self.manifest.url}: this checkpoint is closed: open it again")
+            closed = WorldError(f"{self.stored.url}: this checkpoint is closed: open it again")
             self.opened.world.leave(closed)  # other ranks may have it open
             raise closed
         try:
@@ -133,12 +133,11 @@ class Session:
         """
         if self._prefetch is not None or self._held is not None:
             return
-        if self.opened.access.deltas:  # a model that holds the base needs no more
-            self.delta(0).prefetch()
+        if self.opened.access.parts:  # a model that holds the others needs no more
+            self.part(0).prefetch()
             return
-
         try:
-            with self.opened.world.step(f"prefetching {self.manifest.url}"):
+            with self.opened.world.step(f"prefetching {self.stored.url}"):
                 self._prefetch = Prefetch(self.opened)
         except BaseException:
             self._end_prefetch()
@@ -150,11 +149,11 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
-        for session in self._deltas.values():
+        for session in self._parts.values():
             session.await_prefetch()
         while (prefetch := self._prefetch) is not None:
             try:
-                with self.opened.world.step(f"prefetching {self.manifest.url}", is_long=True) as step:
+                with self.opened.world.step(f"prefetching {self.stored.url}", is_long=True) as step:
                     held = prefetch.wait(self.opened.world)
                     step.answer(prefetch.reader.is_misread)
             finally:
@@ -169,18 +168,18 @@ class Session:
     def is_prefetched(self) -> bool:
         """Whether no read of what this rank prefetches is under way."""
         is_done = self._prefetch is None or self._prefetch.is_done
-        return is_done and all(session.is_prefetched for session in self._deltas.values())
+        return is_done and all(session.is_prefetched for session in self._parts.values())
 
-    def delta(self, number: int) -> Session:
-        """Returns the open files of a delta, by its number in `Access.deltas`."""
-        if number not in self._deltas:
-            opened = self.opened
+    def part(self, number: int) -> Session:
+        """Returns a part as it is stored, open by itself, by its number in `Access.parts`."""
+        if number not in self._parts:
+            opened, part = self.opened, self.opened.access.parts[number]
             options = replace(opened.options, atomic=False, trace=None, progress=None, on_report=None)
-            self._deltas[number] = Session(opened.world, opened.access.deltas[number], options)
-        return self._deltas[number]
+            self._parts[number] = Session(opened.world, replace(part, logical=part.stored), options)
+        return self._parts[number]
 
     def _end_prefetch(self) -> None:
-        for session in self._deltas.values():
+        for session in self._parts.values():
             session._end_prefetch()
         pending, self._prefetch = self._prefetch, None
         if pending is not None:
@@ -234,7 +233,7 @@ class Session:
         world, plan, reader = job.matched.opened.world, job.pipeline.plan, job.pipeline.reader
         is_ready = False
         try:
-            with world.step(f"reading {self.manifest.url}", is_long=True) as step:
+            with world.step(f"reading {self.stored.url}", is_long=True) as step:
                 view, held = plan.view(world.rank), reader.held or HeldBytes()
                 chunks = [held.lacking(view.reads(index)) for index in range(plan.num_rounds)]
                 reader.held = held.joined(BackgroundReads(reader, chunks).wait(world))
@@ -279,7 +278,7 @@ class Session:
         kinds = kinds_of(responses)
         if any(one["is_misread"] for one in kinds) or (broken and any(one["is_unsure"] for one in kinds)):
             return None
-        raise_differing(access.manifest.url, list(dict.fromkeys(chain(*(one["differing"] for one in kinds)))))
+        raise_differing(access.stored.url, list(dict.fromkeys(chain(*(one["differing"] for one in kinds)))))
         self.report = _report(job, Reports(RankReport, responses[0]["report"]))
         if self.opened.world.rank == 0:
             _warn(self.report, broken)
@@ -314,7 +313,7 @@ class Session:
         self, passes: Sequence[Job], stream_errors: list[BaseException] | None
     ) -> list[dict[str, Any]]:
         """Moves the data of the last pass on all ranks; returns their responses."""
-        job, tracing, what = passes[0], self.opened.tracing, f"loading {self.manifest.url}"
+        job, tracing, what = passes[0], self.opened.tracing, f"loading {self.stored.url}"
         try:
             with self.opened.world.step(what, is_long=True) as step:
                 with tracing.span("load", job.matched.start.at_s):
@@ -333,12 +332,12 @@ class Session:
                 raise_first(stream_errors)
         except Interrupted as error:
             if self.is_closed:  # perhaps no other rank has failed
-                raise WorldError(f"{self.manifest.url}: this checkpoint was closed during a load") from error
+                raise WorldError(f"{self.stored.url}: this checkpoint was closed during a load") from error
             raise
 
     def _open_rest_on_all(self, job: Job, unread_from: Mapping[int, int]) -> Job:
         """Opens the load of what failed readers did not read; see `open_rest`."""
-        what = f"planning to load {self.manifest.url}"
+        what = f"planning to load {self.stored.url}"
         with ExitStack() as unused:
             with self.opened.world.step(what) as step:
                 rest = unused.enter_context(closing(open_rest(job, unread_from)))
@@ -372,14 +371,14 @@ class Session:
     def reopen_exactly(self) -> None:
         """Reads the layouts that the manifest has inferred."""
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
-        if self._held is not None and self._held[1].lacking(self.manifest.extents):
+        if self._held is not None and self._held[1].lacking(self.stored.extents):
             self._held = None
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
     matched = job.matched
     return LoadReport(
-        url=matched.opened.access.manifest.url,
+        url=matched.opened.access.stored.url,
         strategy=matched.decision.strategy,
         why=matched.decision.why,
         transport=job.pipeline.transport.name,

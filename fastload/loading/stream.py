@@ -159,7 +159,7 @@ def stream_tensors(
     Raises:
         FastloadError: A rank cannot take them.
     """
-    if session.manifest.guards:
+    if session.stored.guards:
         session.reopen_exactly()  # tensors that were handed out cannot be loaded again
     mapped = _map_files(session.opened, device) if borrow else None
     room_bytes = session.opened.options.staging_bytes // 2
@@ -171,7 +171,7 @@ def _map_files(opened: Opened, device: torch.device | str | None) -> MappedFiles
 
     It is where each rank reads everything for itself, into host memory. Data to be verified are read.
     """
-    access, manifest = opened.access, opened.access.manifest
+    access, manifest = opened.access, opened.access.stored
     indexes = {entry.file for entry in manifest.tensors if entry.nbytes}
     is_plain = access.holders is None and not manifest.guards and not any(e.pieces for e in manifest.tensors)
     if (
@@ -191,7 +191,7 @@ def _map_here(access: Access, indexes: Iterable[int]) -> MappedFiles | None:
     """Maps files of a checkpoint on this rank; returns None if one cannot be mapped."""
     mapped: dict[int, Mapped] = {}
     for index in indexes:
-        file = access.storage.map(access.manifest.files[index].name)
+        file = access.storage.map(access.stored.files[index].name)
         if file is None:
             return None
         mapped[index] = file
@@ -390,7 +390,7 @@ def stream_boxes(
     Raises:
         FastloadError: A rank cannot take them.
     """
-    opened, manifest = session.opened, session.manifest
+    opened, manifest = session.opened, session.stored
     with opened.world.gathering_step(f"telling what each rank wants of {manifest.url}") as step:
         if names is not None:
             raise OptionError("names= and boxes= are both given: boxes= has the names of what is wanted")

@@ -48,13 +48,13 @@ def verify(session: Session) -> VerifyReport:
         CheckpointError: It has no checksums.
         PeerError: A rank could not read its part.
     """
-    has_checksums = session.opened.access.manifest.block_bytes
+    has_checksums = session.opened.access.stored.block_bytes
     return _verify_blocks(session) if has_checksums else _verify_sha_256(session)
 
 
 def _verify_blocks(session: Session) -> VerifyReport:
     opened, damage = session.opened, _Damages()
-    reading = CompleteRead(session, Verifier(opened.access.manifest, damage.add))
+    reading = CompleteRead(session, Verifier(opened.access.stored, damage.add))
     with closing(reading):
         reading.compare_calls("verify")
         with opened.world.step(reading.what, is_long=True) as step:
@@ -90,10 +90,10 @@ class CompleteRead:
     def __init__(self, session: Session, verifier: Verifier | ChecksumCollector) -> None:
         self._opened = opened = replace(session.opened, verifier=verifier)
         access, options = opened.access, opened.options
-        self.what = f"reading {access.manifest.url}"
+        self.what = f"reading {access.stored.url}"
         self._pipeline: Pipeline | None = None  # of a rank that reads
         self._plan = plan_transfer(
-            access.manifest.extents,
+            access.stored.extents,
             tuple(team_of(access, opened.world.rank)) or access.readers,
             (),
             staging_bytes=options.staging_bytes,
@@ -151,7 +151,7 @@ class CompleteRead:
 
     def report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
         """Returns the report over all ranks, from their answers: the packed results of `run`."""
-        manifest = self._opened.access.manifest
+        manifest = self._opened.access.stored
         return _report(manifest, sum(blocks_of_files(manifest, manifest.block_bytes)), found)
 
 
@@ -181,7 +181,7 @@ def _report(manifest: Manifest, num_blocks: int, found: Sequence[dict[str, Any]]
 
 def _raise_damage(access: Access, found: Sequence[dict[str, Any]]) -> None:
     """Raises the damage that the ranks found, if there is any."""
-    manifest = access.manifest
+    manifest = access.stored
     num_blocks = sum(len(file.checksums) // CHECKSUM_BYTES for file in manifest.files)
     if num_bad := sum(part["num"] for part in found):
         several = not access.shared and len(set(access.hosts)) > 1
@@ -231,7 +231,7 @@ _NUM_HASHED = 4  # files at once
 
 def _verify_sha_256(session: Session) -> VerifyReport:
     world, access = session.opened.world, session.opened.access
-    manifest, storage = access.manifest, access.storage
+    manifest, storage = access.stored, access.storage
     with world.step(f"verifying {manifest.url}") as step:
         known = _known(storage, manifest.files) if world.rank in access.readers else {}
         step.answer([file.name for file, digest in known.items() if not digest][:1])
@@ -262,10 +262,10 @@ def compare_sha_256(session: Session) -> Sequence[FileEntry]:
     """
     world, access = session.opened.world, session.opened.access
     own: Sequence[FileEntry] = ()
-    with world.step(f"comparing {access.manifest.url} with the hub", is_long=True):
+    with world.step(f"comparing {access.stored.url} with the hub", is_long=True):
         team = team_of(access, world.rank)
         if world.rank in team:
-            known = _known(access.storage, access.manifest.files)
+            known = _known(access.storage, access.stored.files)
             own = compare_share(world, access.storage, known, team.index(world.rank), len(team))
     return own
 

@@ -186,7 +186,7 @@ def _open(
     same = {"call": "restore", "checkpoint": checkpoint.name, **options.shared_values()}
     access = agree_on_access(world, _what(checkpoint), connect_here, same)
     try:
-        manifest = access.manifest
+        manifest = access.stored
         with world.step(f"{_what(checkpoint)}: sharing the table of shares") as step:
             if world.rank == access.readers[0]:
                 step.answer(attach=read_table(access.storage, checkpoint)[0])

@@ -187,7 +187,7 @@ def _into_buffers(folder: Path, threads: int, io: IoMode) -> None:
     with fastload.open(folder, options=options) as opened:
         session: Opened = opened._session.opened
         plan = plan_transfer(
-            session.access.manifest.tensors,
+            session.access.stored.tensors,
             (0,),
             (0,),
             staging_bytes=options.staging_bytes,

@@ -82,14 +82,12 @@ def stage(
 
 def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
     """Returns what is staged, and where to: first the bases of a delta, next to its copy."""
-    chain = access.chain or (access,)
-    paths = [path]
-    for each in access.deltas:
-        assert each.manifest.delta is not None
-        paths.append(os.path.join(os.path.dirname(path), each.manifest.delta.base))
+    parts = access.parts or (access,)
+    bases = [part.stored.delta.base for part in parts if part.stored.delta is not None]
+    paths = [path, *(os.path.join(os.path.dirname(path), base) for base in bases)]
     if len(set(paths)) < len(paths):
         raise OptionError(
-            f"{access.manifest.url}: is a delta, and one of its bases has the name of the copy, {path}: "
+            f"{access.stored.url}: is a delta, and one of its bases has the name of the copy, {path}: "
             "stage it to a directory with another name"
         )
-    return list(zip(chain, paths, strict=True))[::-1]
+    return list(zip(parts, paths, strict=True))[::-1]

@@ -116,7 +116,7 @@ class Stage:
         self._path = path
         self._options = options
         self._began = began
-        self._what = f"staging {access.manifest.url} to {path}"
+        self._what = f"staging {access.stored.url} to {path}"
         self._header_bytes = access.storage.bytes_read
         # Released at the end, whatever the outcome.
         self._copy: LocalCopy | None = None
@@ -132,7 +132,7 @@ class Stage:
         """
         try:
             with self._world.together():
-                inventory = self._list(as_folder(self._access.manifest))
+                inventory = self._list(as_folder(self._access.stored))
                 leaders = self._elect(inventory)
                 missing = self._prepare(inventory, leaders)
                 moved = self._move(inventory, leaders, missing)
@@ -144,7 +144,7 @@ class Stage:
         """Lists the files to copy, as the first rank that sees them does."""
         with self._world.step(f"listing {manifest.url}") as step:
             if self._world.rank == self._access.readers[0]:
-                others = list_others(self._access.storage, self._access.manifest)
+                others = list_others(self._access.storage, self._access.stored)
                 weak = others if manifest.format == "fastload" else [*manifest.files, *others]
                 # Files without versions cannot be recognized by the next attempt.
                 nonce = new_token() if any(not file.version for file in weak) else ""
@@ -158,9 +158,9 @@ class Stage:
     def _elect(self, inventory: Inventory) -> _Leaders:
         """Chooses the leader of each host: a rank that can read, if there is one."""
         access, world = self._access, self._world
-        known = set(access.manifest.files)
-        others = [file for file in at_source(self._access.manifest, inventory.files) if file not in known]
-        with world.step(f"comparing what the ranks see of {access.manifest.url}") as step:
+        known = set(access.stored.files)
+        others = [file for file in at_source(self._access.stored, inventory.files) if file not in known]
+        with world.step(f"comparing what the ranks see of {access.stored.url}") as step:
             if world.rank in (*access.notes, access.readers[0]) or not access.storage.probes:
                 step.answer(access.notes.get(world.rank, ""))
             else:
@@ -249,7 +249,7 @@ class Stage:
             patience = Patience(options.retries, world.patience_s / 2)
             storage = PatientStorage(LocalStorage(self._path, options.io), patience)
         pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1)
-        files = inventory.files if missing.complete else at_source(self._access.manifest, inventory.files)
+        files = inventory.files if missing.complete else at_source(self._access.stored, inventory.files)
         reader = ChunkReader(storage, files, pace=pace)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         writer = FileWriter(
@@ -265,16 +265,16 @@ class Stage:
         return _Job(storage, check, writer, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
-        file = at_source(self._access.manifest, inventory.files)[block.file]
+        file = at_source(self._access.stored, inventory.files)[block.file]
         self._access.storage.read_into(file.name, block.offset, [buffer], file.version)
 
     def _finish(self, copy: LocalCopy, inventory: Inventory, *, probing: bool) -> Mapping[str, Any]:
         """Makes the copy durable, and compares it with its original; returns its receipt."""
         receipt = copy.flush()
         probing = probing and self._access.storage.probes
-        if probing and (change := changed(self._access, at_source(self._access.manifest, inventory.files))):
+        if probing and (change := changed(self._access, at_source(self._access.stored, inventory.files))):
             raise StorageError(f"{change}: it changed while it was read", url=self._access.storage.url)
-        path = copied_to(self._access.manifest, copy.data_path)
+        path = copied_to(self._access.stored, copy.data_path)
         patience = Patience(self._options.retries, self._world.patience_s / 2)
         open_seal = partial(open_patiently, f"{path}.{SEAL_NAME}", NAMES, patience=patience)
         staged = SealableFile(LocalStorage(path), patience, open_seal)
@@ -282,13 +282,13 @@ class Stage:
             found = read_manifest(staged)
         finally:
             staged.close()
-        if essence(found) != essence(self._access.manifest):
-            raise ManifestError(f"{copy.data_path}: its headers are not those of {self._access.manifest.url}")
+        if essence(found) != essence(self._access.stored):
+            raise ManifestError(f"{copy.data_path}: its headers are not those of {self._access.stored.url}")
         return receipt
 
     def _compare(self, copy: LocalCopy, inventory: Inventory, leaders: _Leaders) -> None:
         """Compares this host's share of the files, of which all hosts have the same, with their SHA-256."""
-        originals = at_source(self._access.manifest, inventory.files)
+        originals = at_source(self._access.stored, inventory.files)
         known = {
             replace(file, version=""): self._access.storage.sha256(original.name, original.version)
             for file, original in zip(inventory.files, originals, strict=True)
@@ -345,8 +345,8 @@ class Stage:
             step.answer({"rank": rank, "listens": on_report is not None})
         responses = step.answers
         report = StageReport(
-            url=self._access.manifest.url,
-            path=copied_to(self._access.manifest, self._path),
+            url=self._access.stored.url,
+            path=copied_to(self._access.stored, self._path),
             nbytes=inventory.nbytes,
             num_files=len(inventory.files),
             num_hosts=len(leaders.all),

@@ -162,9 +162,9 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
         return replace(begun, problem=f"{type(error).__name__}: {error}")
     return replace(
         begun,
-        format=access.manifest.format,
-        nbytes=access.manifest.nbytes,
-        num_files=len(access.manifest.files),
+        format=access.stored.format,
+        nbytes=access.stored.nbytes,
+        num_files=len(access.stored.files),
         strategy=choice.strategy,
         why=choice.why,
         notes=dict(access.notes),
@@ -174,7 +174,7 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
 
 def _measure(world: World, access: Access) -> Answers | None:
     """Has the first rank that reads measure requests for the largest file."""
-    largest = max(access.manifest.files, key=lambda file: file.nbytes)
+    largest = max(access.stored.files, key=lambda file: file.nbytes)
     answers: Answers | None = None
     with world.step("measuring requests") as step:
         if world.rank == access.readers[0] and largest.nbytes:
