@@ -8,7 +8,7 @@ from fastload.base.version import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload import world
-from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, seal, verify
+from fastload.api import async_save, inspect, load, open, prefetch, save, save_stream, verify
 from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
@@ -47,6 +47,7 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 
 if TYPE_CHECKING:
     from fastload import estimate, policies
+    from fastload.ext.checksums.api import seal
     from fastload.ext.redistribute import redistribute
     from fastload.ext.staging.api import stage
     from fastload.ext.watch import Version, Watch, watch
@@ -127,6 +128,7 @@ _MODULES = {
     "Watch": "fastload.ext.watch",
     "random_state": "fastload.training.random_state",
     "redistribute": "fastload.ext.redistribute",
+    "seal": "fastload.ext.checksums.api",
     "stage": "fastload.ext.staging.api",
     "watch": "fastload.ext.watch",
     "worker_context": "fastload.training.signals",

@@ -1,4 +1,4 @@
-"""``fastload load``, ``verify`` and ``seal``, which run on all ranks of a job."""
+"""``fastload load`` and ``verify``, which run on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -208,24 +208,21 @@ def verify(path: str, as_json: bool) -> None:
     The ranks of a torchrun or srun job share the work. If there are bad blocks, it lists them and exits
     with 1.
     """
-    _read_all(fastload.verify, path, "verifying", "intact", as_json=as_json)
+    read_all(fastload.verify, path, "verifying", "intact", as_json=as_json)
 
 
-@click.command(short_help="Compute the checksums of a checkpoint of any format.")
-@click.argument("path")
-@json_option
-def seal(path: str, as_json: bool) -> None:
-    """Compute the checksums of the checkpoint at PATH, which any program wrote.
-
-    The ranks of a torchrun or srun job share the work. They write fastload.seal.json next to the files, or
-    NAME.fastload.seal.json next to a single file, by which loads, verify and stage then check what they read.
-    """
-    _read_all(fastload.seal, path, "sealing", "sealed", as_json=as_json)
-
-
-def _read_all(
+def read_all(
     read: Callable[..., fastload.VerifyReport], path: str, what: str, outcome: str, *, as_json: bool
 ) -> None:
+    """Reads a complete checkpoint on all ranks, and prints the report.
+
+    Args:
+        read: Reads it.
+        path: The checkpoint.
+        what: What the ranks do, for the progress.
+        outcome: What the checkpoint is then.
+        as_json: Whether to print JSON.
+    """
     rank, _ = initialize()
     set_rank(rank)
     with progress(rank, shown=not as_json, what=what) as show:

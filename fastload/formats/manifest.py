@@ -295,6 +295,11 @@ def blocks_of_files(manifest: Manifest, block_bytes: int) -> list[int]:
     return counts
 
 
+def is_single_file(manifest: Manifest) -> bool:
+    """Whether a checkpoint is a file, and no directory."""
+    return [file.name for file in manifest.files] == [""]
+
+
 def in_order(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Returns tensors in the order of `Manifest.tensors`."""
     return sorted(tensors, key=attrgetter("file", "offset", "nbytes", "name"))

@@ -16,7 +16,7 @@ SAVING_NAME = "fastload.saving.json"
 """The owner file next to the files on object stores while they are published. Without a record, the files
 belong to a save that has not ended."""
 SEAL_NAME = "fastload.seal.json"
-"""The checksums of a checkpoint that another program wrote; see `fastload.formats.seal`."""
+"""The checksums of a checkpoint that another program wrote; see `fastload.ext.checksums.seal`."""
 STAGED_NAME = ".fastload-stage.json"
 """The receipt of a staged copy: the checkpoint it is a copy of, and its files."""
 

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from fastload.errors import CheckpointNotFound, ManifestError
+from fastload.formats.layers import SEAL, layer
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
     BIN_INDEX_NAME,
@@ -40,9 +41,8 @@ from fastload.formats.names import (
 from fastload.formats.reading import do_at_once, read_bytes
 from fastload.formats.record import is_recorded
 from fastload.formats.safetensors import reader as safetensors
-from fastload.formats.seal import SealableFile, read_seal
 from fastload.formats.untrusted import show
-from fastload.storage.base import Storage
+from fastload.storage import FileWithSibling, Storage
 
 _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # the first that fits is used
     (is_recorded, "record"),
@@ -112,10 +112,10 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
                 manifest = _module(module).read_folder(storage, names, exact=exact)
                 if sealed and SEAL_NAME in names and not manifest.block_bytes:
                     read_exactly = partial(_module(module).read_folder, storage, names, exact=True)
-                    manifest = _with_checksums(storage, manifest, read_exactly)
+                    manifest = layer(SEAL, storage.url).read(storage, manifest, read_exactly)
                 return manifest  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
-    files = ["", SEAL_NAME] if sealed and isinstance(storage, SealableFile) else [""]
+    files = ["", SEAL_NAME] if sealed and isinstance(storage, FileWithSibling) else [""]
     stat, *seals = do_at_once(storage, [partial(storage.stat, name) for name in files])
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
@@ -123,15 +123,8 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
     manifest = file_format.read_file(storage, "", stat, exact=exact)
     if any(seals):
         read_exactly = partial(file_format.read_file, storage, "", stat, exact=True)
-        manifest = _with_checksums(storage, manifest, read_exactly)
+        manifest = layer(SEAL, storage.url).read(storage, manifest, read_exactly)
     return manifest  # type: ignore[no-any-return]
-
-
-def _with_checksums(storage: Storage, manifest: Manifest, read_exactly: Callable[[], Manifest]) -> Manifest:
-    seal = read_seal(storage)
-    if manifest.guards and not seal.fits(manifest):
-        manifest = read_exactly()
-    return seal.applied_to(manifest)
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:

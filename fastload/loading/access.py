@@ -28,16 +28,15 @@ from fastload.formats.delta import (
     require_base,
 )
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
-from fastload.formats.names import NAMES, SUFFIX
+from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
 from fastload.formats.reading import read_bytes, read_limited
 from fastload.formats.record import CHECKSUM_BYTES, checksum
-from fastload.formats.seal import SealableFile, location_of_seal
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.quantized import CONFIG_NAME, dequantized
 from fastload.options import LoadOptions, Patience, StageOptions
-from fastload.storage import Location, PatientStorage, Storage, open_patiently, open_storage
+from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
 
 if TYPE_CHECKING:
     from fastload.transfer.read import HeldBytes
@@ -72,7 +71,7 @@ class Access:
             on, the complete one last. `logical` of each is what it stands for together with those after it.
     """
 
-    storage: PatientStorage
+    storage: CheckpointReader
     stored: Manifest
     logical: Manifest
     hosts: tuple[str, ...]
@@ -124,7 +123,11 @@ def open_access(
     patience = Patience(options.retries, world.patience_s / 2)
     same = {**call, **options.shared_values()}
 
-    connect = partial(_connect, storage_options=storage_options, io=options.io, patience=patience)
+    def connect(location: Location) -> CheckpointReader:
+        return open_with_sibling(
+            location, NAMES, storage_options, sibling=SEAL_NAME, io=options.io, patience=patience
+        )
+
     with world.together():
         access = agree_on_access(world, location.url, partial(connect, location), same, read)
         if access.stored.delta is not None:
@@ -136,17 +139,6 @@ def open_access(
         except BaseException:
             access.storage.close()
             raise
-
-
-def _connect(
-    location: Location, *, storage_options: Mapping[str, Any] | None, io: str, patience: Patience
-) -> PatientStorage:
-    """Opens the storage of a checkpoint, which may be a single file with a seal next to it."""
-    if (seal := location_of_seal(location)) is None:
-        return open_patiently(location, NAMES, storage_options, io=io, patience=patience)
-    storage = open_storage(location, NAMES, storage_options, io=io, patience=patience)
-    open_seal = partial(open_patiently, seal, NAMES, storage_options, io=io, patience=patience)
-    return SealableFile(storage, patience, open_seal)
 
 
 def _locate_base(
@@ -223,7 +215,7 @@ def _dequantized(world: World, access: Access) -> Manifest:
 def agree_on_access(
     world: World,
     url: str,
-    connect: Callable[[], PatientStorage],
+    connect: Callable[[], CheckpointReader],
     call: Mapping[str, Any],
     read: Callable[[Storage], Manifest] = read_manifest,
 ) -> Access:
@@ -272,13 +264,13 @@ class _Opening:
     def __init__(
         self,
         world: World,
-        connect: Callable[[], PatientStorage],
+        connect: Callable[[], CheckpointReader],
         read: Callable[[Storage], Manifest],
     ) -> None:
         self._world = world
         self._connect = connect
         self._read = read
-        self._storage: PatientStorage | None = None
+        self._storage: CheckpointReader | None = None
         self._manifest: Manifest | None = None  # once this rank has read the headers
 
     def run(self, url: str, call: Mapping[str, Any], *, is_last: bool) -> Access | None:
@@ -323,7 +315,7 @@ class _Opening:
         if self._storage is not None:
             self._storage.close()
 
-    def _look(self, storage: PatientStorage, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _look(self, storage: CheckpointReader, call: Mapping[str, Any]) -> dict[str, Any]:
         world = self._world
         # Where a look costs a request, rank 0 looks when it reads the manifest.
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
@@ -337,7 +329,7 @@ class _Opening:
             "files": _files_seen(storage) if has_it and storage.probes and world.size > 1 else "",
         }
 
-    def _read_early(self, storage: PatientStorage) -> str | None:
+    def _read_early(self, storage: CheckpointReader) -> str | None:
         """Reads the headers on rank 0, which is the source of nearly all checkpoints.
 
         Returns:
@@ -350,7 +342,7 @@ class _Opening:
         packed = self._manifest.to_bytes()
         return str(base64.b64encode(packed), "ascii") if len(packed) <= _MAX_PACKED_BYTES else None
 
-    def _share_manifest(self, storage: PatientStorage, source: int, *, is_last: bool) -> None:
+    def _share_manifest(self, storage: CheckpointReader, source: int, *, is_last: bool) -> None:
         """Reads the headers on one rank, for all. Leaves no manifest if the checkpoint was replaced."""
         with self._world.step(f"reading the headers of {storage.url}") as step:
             if self._world.rank == source:
@@ -360,7 +352,7 @@ class _Opening:
         elif self._manifest is None:
             self._manifest = Manifest.from_bytes(step.attachment)
 
-    def _read_packed(self, storage: PatientStorage, *, is_last: bool) -> bytes:
+    def _read_packed(self, storage: CheckpointReader, *, is_last: bool) -> bytes:
         """Reads the headers; returns the manifest for the other ranks."""
         try:
             self._manifest = self._manifest or self._read(storage)
@@ -371,7 +363,7 @@ class _Opening:
             return _REPLACED
         return self._manifest.to_bytes() if self._world.size > 1 else b""
 
-    def _is_outdated(self, storage: PatientStorage) -> bool:
+    def _is_outdated(self, storage: CheckpointReader) -> bool:
         """Whether the files have changed since the storage listed them."""
         fresh = self._connect()
         try:
@@ -411,7 +403,7 @@ def _digest(files: Iterable[tuple[str, int, str]]) -> str:
 
 
 def _compare(
-    world: World, storage: PatientStorage, manifest: Manifest, source: int, *, sees: bool
+    world: World, storage: CheckpointReader, manifest: Manifest, source: int, *, sees: bool
 ) -> dict[int, str]:
     """Returns the ranks whose files differ from those of the source, each with the difference.
 
@@ -437,7 +429,7 @@ def _compare(
     return notes | {rank: note for rank, note in enumerate(step.answers) if note}
 
 
-def _other_data(storage: PatientStorage, manifest: Manifest, wanted: bytes, source: int) -> str:
+def _other_data(storage: CheckpointReader, manifest: Manifest, wanted: bytes, source: int) -> str:
     """Returns where data differ from those of the source; empty if all samples agree."""
     try:
         found = _sample_that_differs(storage, manifest, wanted)
@@ -506,7 +498,7 @@ def _page_around(space: Space[TensorEntry | Piece], position: int) -> ByteRange:
     return ByteRange(extent.file, begin, end - begin)
 
 
-def _read_samples(storage: PatientStorage, manifest: Manifest) -> bytes:
+def _read_samples(storage: CheckpointReader, manifest: Manifest) -> bytes:
     """Returns the checksums of all samples, joined."""
 
     def read(sample: ByteRange) -> bytes:
@@ -516,7 +508,7 @@ def _read_samples(storage: PatientStorage, manifest: Manifest) -> bytes:
     return b"".join(in_threads(read, samples_of(manifest), 1 if storage.in_order else _NUM_READERS))
 
 
-def _sample_that_differs(storage: PatientStorage, manifest: Manifest, wanted: bytes) -> ByteRange | None:
+def _sample_that_differs(storage: CheckpointReader, manifest: Manifest, wanted: bytes) -> ByteRange | None:
     """Returns the first sample whose checksum here is not the wanted one."""
     found = _read_samples(storage, manifest)
     for number, sample in enumerate(samples_of(manifest)):

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from fastload.errors import FastloadError, OptionError
@@ -26,10 +27,13 @@ from fastload.storage.location import (
     redact,
 )
 from fastload.storage.process import registered_storages
+from fastload.storage.reader import CheckpointReader, FileWithSibling
 from fastload.storage.retry import PatientStorage
 
 __all__ = [
+    "CheckpointReader",
     "FileStat",
+    "FileWithSibling",
     "Folder",
     "Location",
     "Names",
@@ -43,6 +47,7 @@ __all__ = [
     "open_patiently",
     "open_storage",
     "open_target",
+    "open_with_sibling",
     "put_next_to",
     "redact",
     "register_storage",
@@ -120,6 +125,36 @@ def open_patiently(
 ) -> PatientStorage:
     """Opens read access, with retries; other arguments and errors are those of `open_storage`."""
     return PatientStorage(open_storage(path, names, options, io=io, patience=patience), patience)
+
+
+def open_with_sibling(
+    path: str | os.PathLike[str],
+    names: Names,
+    options: Mapping[str, Any] | None = None,
+    *,
+    sibling: str,
+    io: str = "auto",
+    patience: Patience,
+) -> CheckpointReader:
+    """Opens read access, with retries, to a checkpoint; of a single file, also to a file next to it.
+
+    Args:
+        path: As for `open_storage`.
+        names: As for `open_storage`.
+        options: As for `open_storage`.
+        sibling: What the file next to it is called after a dot; its name below the root of the reader.
+        io: As for `open_storage`.
+        patience: As for `open_patiently`.
+
+    Raises:
+        OptionError: As for `open_storage`.
+    """
+    location = locate(path)
+    reader = open_patiently(location, names, options, io=io, patience=patience)
+    if (place := location.next_to_file(sibling)) is None:
+        return reader
+    open_sibling = partial(open_patiently, place, names, options, io=io, patience=patience)
+    return FileWithSibling(reader, sibling, open_sibling)
 
 
 def open_target(

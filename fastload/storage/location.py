@@ -98,6 +98,16 @@ class Location:
         step = quote(name) if self.scheme in HTTP else name
         return locate(f"{parent}/{step}{mark}{query}" if self.scheme else f"{parent}/{name}")
 
+    def next_to_file(self, ending: str) -> Location | None:
+        """Returns the location of ``NAME.ending`` next to a single file ``NAME``.
+
+        None if it cannot be reached: a sibling of an ``https://`` URL may need another signature.
+        """
+        name = self.address.rstrip("/").rpartition("/")[2]
+        if not name or (self.scheme and self.scheme not in OBJECT_STORES):
+            return None
+        return self.sibling(f"{name}.{ending}")
+
     @property
     def query(self) -> str:
         """The query of an HTTP URL."""

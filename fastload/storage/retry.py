@@ -12,6 +12,7 @@ from fastload.errors import Interrupted, StorageError
 from fastload.options import Patience
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, Mapped
+from fastload.storage.reader import CheckpointReader
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ def patiently(
         wait(pause_s)
 
 
-class PatientStorage(Storage):
+class PatientStorage(CheckpointReader):
     """A storage that retries after transient errors, with jitter, until a deadline.
 
     Args:
@@ -104,7 +105,6 @@ class PatientStorage(Storage):
 
     @property
     def num_retries(self) -> int:
-        """Retries so far."""
         return self._num_retries
 
     def stat(self, name: str) -> FileStat | None:
@@ -116,10 +116,6 @@ class PatientStorage(Storage):
         return found
 
     def agrees_with(self, fresh: Storage) -> bool:
-        """Whether another storage, opened just now, returns the same listing and metadata as this one did.
-
-        Files without a version never agree: they may have been replaced.
-        """
         if fresh.list() != self._listing:
             return False
         return all(
@@ -146,12 +142,10 @@ class PatientStorage(Storage):
         return self._storage.sha256(name, version)
 
     def map(self, name: str) -> Mapped | None:
-        """Maps a file; None if it is not local, or cannot be mapped."""
         storage = self._storage
         return self._patiently(lambda: storage.map(name)) if isinstance(storage, LocalStorage) else None
 
     def stop(self) -> None:
-        """Ends pauses and refuses new requests, with `Interrupted`."""
         self._stopped.set()
 
     def close(self) -> None:

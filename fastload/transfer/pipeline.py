@@ -16,7 +16,7 @@ from fastload.base.threads import Workers, await_done
 from fastload.base.trace import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
-from fastload.storage import PatientStorage
+from fastload.storage import CheckpointReader
 from fastload.transfer.buffers import Arrival, Buffers, Plan, Writer
 from fastload.transfer.pace import Pace
 from fastload.transfer.plan import TransferPlan
@@ -278,7 +278,7 @@ _FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
 
-def pace_of(num_threads: int | None, plan: Plan, storage: PatientStorage, *, ranks_on_host: int) -> Pace:
+def pace_of(num_threads: int | None, plan: Plan, storage: CheckpointReader, *, ranks_on_host: int) -> Pace:
     """Returns how many reads a rank has in flight.
 
     That is the option if it is set, or 1 if storage needs reads in order. Else it follows storage. It begins

@@ -23,7 +23,7 @@ from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.ranges import ByteRange, Space
-from fastload.storage import PatientStorage, take
+from fastload.storage import CheckpointReader, take
 from fastload.storage.base import ByteCounter, ignore
 from fastload.transfer.pace import Pace
 
@@ -283,7 +283,7 @@ class ChunkReader:
 
     def __init__(
         self,
-        storage: PatientStorage,
+        storage: CheckpointReader,
         files: Sequence[FileEntry],
         *,
         pace: Pace,

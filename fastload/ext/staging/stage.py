@@ -24,18 +24,17 @@ from fastload.errors import ChecksumError, ManifestError, OptionError, StorageEr
 from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.ext.staging.stock import Stock, receipt_of, take_stock
 from fastload.ext.staging.write_files import BlockCheck, FileWriter
-from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.manifest import FileEntry, Manifest, is_single_file
 from fastload.formats.names import NAMES, SAVING_NAME, SEAL_NAME, STAGED_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.reading import stat_all
-from fastload.formats.seal import SealableFile, is_single_file
 from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.loading.verify import compare_share
 from fastload.options import Patience, StageOptions
 from fastload.report import StageRankReport, StageReport
-from fastload.storage import PatientStorage, open_patiently
+from fastload.storage import CheckpointReader, PatientStorage, open_with_sibling
 from fastload.storage.base import DEFAULT_WRITES, new_token
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
@@ -276,8 +275,7 @@ class Stage:
             raise StorageError(f"{change}: it changed while it was read", url=self._access.storage.url)
         path = copied_to(self._access.stored, copy.data_path)
         patience = Patience(self._options.retries, self._world.patience_s / 2)
-        open_seal = partial(open_patiently, f"{path}.{SEAL_NAME}", NAMES, patience=patience)
-        staged = SealableFile(LocalStorage(path), patience, open_seal)
+        staged = open_with_sibling(path, NAMES, sibling=SEAL_NAME, patience=patience)
         try:
             found = read_manifest(staged)
         finally:
@@ -379,7 +377,7 @@ class Stage:
 class _Job:
     """The parts that move the data of one leader."""
 
-    storage: PatientStorage
+    storage: CheckpointReader
     check: BlockCheck
     writer: FileWriter
     pipeline: Pipeline
@@ -407,7 +405,7 @@ def as_folder(manifest: Manifest) -> Manifest:
 def at_source(manifest: Manifest, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
     """Returns the files of a copy by their names at the source.
 
-    A single file has none there, and its seal that of any seal; see `SealableFile`.
+    A single file has none there, and its seal that of any seal; see `FileWithSibling`.
     """
     if not is_single_file(manifest):
         return files
@@ -429,7 +427,7 @@ def _last_name(url: str) -> str:
     return unquote(posixpath.basename(urlsplit(url).path)) if scheme in HTTP else posixpath.basename(url)
 
 
-def list_others(storage: PatientStorage, manifest: Manifest) -> list[FileEntry]:
+def list_others(storage: CheckpointReader, manifest: Manifest) -> list[FileEntry]:
     """Returns the files below the root that the manifest does not name, or the seal of a single file."""
     named = {file.name for file in manifest.files}
     if is_single_file(manifest):

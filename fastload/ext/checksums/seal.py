@@ -17,8 +17,9 @@ from typing import Any
 
 import xxhash
 
-from fastload.errors import ChecksumError, ManifestError, StorageError
-from fastload.formats.manifest import Manifest, blocks_of_files
+from fastload.errors import ChecksumError, ManifestError
+from fastload.formats.layers import Layer
+from fastload.formats.manifest import Manifest, blocks_of_files, is_single_file
 from fastload.formats.names import SEAL_NAME
 from fastload.formats.reading import read_limited
 from fastload.formats.record import (
@@ -30,10 +31,7 @@ from fastload.formats.record import (
     parse_checksums,
 )
 from fastload.formats.untrusted import show
-from fastload.options import Patience
-from fastload.storage.base import FileStat, Storage
-from fastload.storage.location import OBJECT_STORES, Location
-from fastload.storage.retry import PatientStorage
+from fastload.storage import Storage
 
 _FORMAT = "fastload-seal"
 _WITHOUT_INDEX, _WITH_INDEX = 1, 2  # versions
@@ -106,68 +104,6 @@ class Seal:
         )
 
 
-class SealableFile(PatientStorage):
-    """A storage whose root may be a single file, with its seal as the file `SEAL_NAME` below the root.
-
-    Args:
-        storage: The storage.
-        patience: As for `PatientStorage`.
-        open_seal: Opens the file with the seal, which may be missing.
-    """
-
-    def __init__(self, storage: Storage, patience: Patience, open_seal: Callable[[], PatientStorage]) -> None:
-        super().__init__(storage, patience)
-        self._open_seal = open_seal
-        self._seal: PatientStorage | None = None
-
-    @property
-    def bytes_read(self) -> int:
-        return super().bytes_read + (0 if self._seal is None else self._seal.bytes_read)
-
-    def stat(self, name: str) -> FileStat | None:
-        if name != SEAL_NAME or self.list() is not None:
-            return super().stat(name)
-        try:
-            return self._opened().stat("")
-        except StorageError as error:
-            if error.transient or self.probes:
-                raise
-            return None  # object stores deny access to what does not exist, to those who may not list it
-
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
-        if name != SEAL_NAME or self.list() is not None:
-            super().read_into(name, offset, buffers, version)
-        else:
-            self._opened().read_into("", offset, buffers, version)
-
-    def label(self, name: str) -> str:
-        is_own = name == SEAL_NAME and self.list() is None
-        return f"{self.url}.{name}" if is_own else super().label(name)
-
-    def close(self) -> None:
-        super().close()
-        if self._seal is not None:
-            self._seal.close()
-
-    def _opened(self) -> PatientStorage:
-        if self._seal is None:
-            self._seal = self._open_seal()
-        return self._seal
-
-
-def location_of_seal(location: Location) -> Location | None:
-    """Returns the location of the seal of a single file; None if it cannot have one (``https://``)."""
-    name = location.address.rstrip("/").rpartition("/")[2]
-    if not name or (location.scheme and location.scheme not in OBJECT_STORES):
-        return None
-    return location.sibling(f"{name}.{SEAL_NAME}")
-
-
-def is_single_file(manifest: Manifest) -> bool:
-    """Whether a checkpoint is a file, and no directory."""
-    return [file.name for file in manifest.files] == [""]
-
-
 def url_of_seal(manifest: Manifest) -> str:
     """Returns the URL of the seal of a checkpoint."""
     return f"{manifest.url}{'.' if is_single_file(manifest) else '/'}{SEAL_NAME}"
@@ -203,7 +139,7 @@ def require_disjoint(manifest: Manifest) -> None:
 
 
 def read_seal(storage: Storage) -> Seal:
-    """Reads the seal of a directory, or of a `SealableFile`.
+    """Reads the seal of a directory, or of a `FileWithSibling`.
 
     Raises:
         UnsupportedVersion: This fastload does not know its version.
@@ -222,3 +158,23 @@ def read_seal(storage: Storage) -> Seal:
     except ValueError as error:
         raise ManifestError(f"{where}: {error}") from None
     return Seal(raw["block_bytes"], raw["digest"], checksums, raw["version"] == _WITH_INDEX)
+
+
+class SealLayer(Layer):
+    """Gives a checkpoint the checksums of its seal."""
+
+    def read(self, storage: Storage, stored: Manifest, read_exactly: Callable[[], Manifest]) -> Manifest:
+        """Returns the manifest with the checksums; layouts that it does not fit are read again.
+
+        Raises:
+            ChecksumError: The checkpoint is not the one that was sealed, or the seal is damaged.
+            ManifestError: The seal is malformed.
+            StorageError: Storage failed.
+        """
+        seal = read_seal(storage)
+        if stored.guards and not seal.fits(stored):
+            stored = read_exactly()
+        return seal.applied_to(stored)
+
+
+layer = SealLayer()

@@ -13,25 +13,18 @@ from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, ChecksumError
-from fastload.formats.manifest import Manifest, blocks_of_files
+from fastload.ext.checksums.seal import Seal, require_disjoint, url_of_seal
+from fastload.formats.manifest import Manifest, blocks_of_files, is_single_file
 from fastload.formats.names import NAMES, RECORD_NAME, SEAL_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.formats.seal import (
-    Seal,
-    SealableFile,
-    is_single_file,
-    location_of_seal,
-    require_disjoint,
-    url_of_seal,
-)
 from fastload.geometry.blocks import good_block_bytes
 from fastload.loading.access import open_access
 from fastload.loading.session import Session
 from fastload.loading.verify import CompleteRead, compare_sha_256, team_of
 from fastload.options import LoadOptions, Patience
 from fastload.report import VerifyReport
-from fastload.storage import Location, Storage, locate, put_next_to
+from fastload.storage import FileWithSibling, Location, Storage, locate, put_next_to
 from fastload.transfer.read import ChecksumCollector
 
 
@@ -74,7 +67,7 @@ def seal(
 
 def _next_to(file: Location) -> tuple[Location, str]:
     """Returns the directory of a single file, and the name of its seal."""
-    seal = location_of_seal(file)
+    seal = file.next_to_file(SEAL_NAME)
     assert seal is not None, "as `_read_unsealed` has found"
     folder, _, name = seal.address.rpartition("/")
     return locate(folder or "/"), name
@@ -82,7 +75,7 @@ def _next_to(file: Location) -> tuple[Location, str]:
 
 def _read_unsealed(storage: Storage) -> Manifest:
     """Reads the manifest of a checkpoint to seal, with the length of its blocks."""
-    if not isinstance(storage, SealableFile) and storage.list() is None and storage.stat("") is not None:
+    if not isinstance(storage, FileWithSibling) and storage.list() is None and storage.stat("") is not None:
         raise CheckpointError(
             f"{storage.url}: cannot be sealed: it is a single file, and neither on a file system nor in an "
             "object store: put it into a directory of its own (a file of torch.save as pytorch_model.bin), "

@@ -1,0 +1,1 @@
+"""Checksums of checkpoints that other programs wrote."""

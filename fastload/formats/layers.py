@@ -1,0 +1,126 @@
+"""Layers: what the stored bytes of a checkpoint stand for.
+
+They act in a fixed order: ``seal``, whose checksums the bytes have; ``delta``, whose changes they are; those
+that `LAYERS_KEY` in the metadata of the checkpoint names, separated by commas; ``dequantize``. A layer is
+what its entry point in the group ``fastload.layers`` refers to, imported once a checkpoint or an option needs
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastload.base.registry import extensions
+from fastload.errors import UnsupportedVersion
+from fastload.formats.untrusted import show
+
+if TYPE_CHECKING:
+    from fastload.formats.manifest import Manifest
+    from fastload.loading.access import Access, Opening
+    from fastload.loading.match import Match, Request
+    from fastload.loading.session import Session
+    from fastload.options import LoadOptions
+    from fastload.storage import CheckpointReader, Location, Storage
+
+LAYERS_KEY = "fastload.layers"
+SEAL, _DELTA, _DEQUANTIZE = "seal", "delta", "dequantize"
+
+
+class Layer:
+    """What stored bytes stand for. Derive from it: a method that is left out changes nothing."""
+
+    def read(self, storage: Storage, stored: Manifest, read_exactly: Callable[[], Manifest]) -> Manifest:
+        """Returns the manifest with what the layer adds to it, on the rank that reads the headers.
+
+        Only the seal has this part: no other layer is known before the manifest is.
+
+        Args:
+            storage: Reads the checkpoint.
+            stored: Its manifest.
+            read_exactly: Reads it again, without a layout that is inferred.
+        """
+        return stored
+
+    def inspect(
+        self,
+        stored: Manifest,
+        location: Location,
+        connect: Callable[[Location], CheckpointReader],
+        options: LoadOptions,
+    ) -> Manifest:
+        """Returns what a manifest stands for, without other ranks; see `fastload.inspect`.
+
+        Args:
+            stored: The manifest as stored.
+            location: The checkpoint.
+            connect: Opens a storage.
+            options: How to load.
+        """
+        return stored
+
+    def open(self, access: Access, opening: Opening) -> Access:
+        """Returns the open checkpoint with another `logical` manifest, or other readers. A call of all ranks.
+
+        Args:
+            access: The checkpoint, as the layers before have opened it.
+            opening: The call that opens it.
+
+        Raises:
+            FastloadError: It cannot be opened; `access` is closed by the caller.
+        """
+        return access
+
+    def serve(self, session: Session, request: Request) -> Match | None:
+        """Returns what is left to load of a request, before a load on all ranks; None if it is not its own.
+
+        Called if `Access.layers` has the layer.
+
+        Args:
+            session: The open checkpoint.
+            request: The request of this rank.
+
+        Raises:
+            FastloadError: A rank failed; nothing has changed.
+        """
+        return None
+
+
+def layer(name: str, url: str) -> Layer:
+    """Imports a layer.
+
+    Args:
+        name: Its name.
+        url: The checkpoint that needs it, for messages.
+
+    Raises:
+        UnsupportedVersion: It is not installed.
+        OptionError: It cannot be imported.
+    """
+    found = extensions("layers").get(name)
+    if found is None:
+        raise UnsupportedVersion(
+            f"{url}: needs the layer {show(name)}, which is not installed: install the package with the "
+            f"entry point {show(name)} of fastload.layers (with fastload: {', '.join(_OWN)})"
+        )
+    loaded: Layer = found.load()
+    return loaded
+
+
+_OWN = (SEAL, _DELTA, _DEQUANTIZE)
+
+
+def layers_of(manifest: Manifest, *, dequantize: bool = False) -> list[Layer]:
+    """Returns the layers after the seal that a checkpoint needs, in order; imports no others.
+
+    Args:
+        manifest: The checkpoint, as stored.
+        dequantize: Whether quantised weights are wanted as floating point tensors.
+
+    Raises:
+        UnsupportedVersion: One is not installed.
+    """
+    names = [_DELTA] if manifest.delta is not None else []
+    names += filter(None, manifest.metadata.get(LAYERS_KEY, "").split(","))
+    names += [_DEQUANTIZE] if dequantize else []
+    return [layer(name, manifest.url) for name in names]
