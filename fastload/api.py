@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastload.comm.group import Meeting
-from fastload.formats.delta import read_chain, result_of_chain
+from fastload.formats.layers import layers_of
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
+from fastload.formats.open import read_manifest
 from fastload.loading.access import open_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, chosen_options
@@ -327,9 +329,13 @@ def inspect(
         ManifestError: It is malformed.
         StorageError: The headers could not be read.
     """
-    chosen = chosen_options(options, LoadOptions)
+    chosen, place = chosen_options(options, LoadOptions), locate(path)
 
     def connect(location: Location) -> PatientStorage:
         return open_patiently(location, NAMES, storage_options, patience=chosen.patience)
 
-    return result_of_chain([manifest for _, manifest in read_chain(locate(path), connect, chosen.bases)])
+    with closing(connect(place)) as storage:
+        manifest = read_manifest(storage)
+    for layer in layers_of(manifest):
+        manifest = layer.inspect(manifest, place, connect, chosen)
+    return manifest

@@ -39,6 +39,23 @@ class Extension:
             raise OptionError(f"{self} cannot be imported: {error}") from error
 
 
+def extension(kind: str, name: str, wanted_by: str) -> Any:
+    """Imports an extension that an option needs.
+
+    Args:
+        kind: As for `extensions`.
+        name: Its name.
+        wanted_by: The option, for messages.
+
+    Raises:
+        OptionError: It is not installed, or cannot be imported.
+    """
+    found = extensions(kind).get(name)
+    if found is None:
+        raise OptionError(f"{wanted_by}: needs {name!r} of the entry points fastload.{kind}: not installed")
+    return found.load()
+
+
 @cache
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any."""

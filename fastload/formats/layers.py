@@ -17,7 +17,7 @@ from fastload.formats.untrusted import show
 
 if TYPE_CHECKING:
     from fastload.formats.manifest import Manifest
-    from fastload.loading.access import Access, Opening
+    from fastload.loading.access import Access, OpenCall
     from fastload.loading.match import Match, Request
     from fastload.loading.session import Session
     from fastload.options import LoadOptions
@@ -59,12 +59,12 @@ class Layer:
         """
         return stored
 
-    def open(self, access: Access, opening: Opening) -> Access:
+    def open(self, access: Access, call: OpenCall) -> Access:
         """Returns the open checkpoint with another `logical` manifest, or other readers. A call of all ranks.
 
         Args:
             access: The checkpoint, as the layers before have opened it.
-            opening: The call that opens it.
+            call: The call that opens it.
 
         Raises:
             FastloadError: It cannot be opened; `access` is closed by the caller.

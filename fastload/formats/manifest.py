@@ -136,7 +136,7 @@ class Manifest:
         format: ``safetensors``, ``fastload``, ``torch``, ``dcp``, ``torch_checkpointing`` or ``deepspeed``.
         guards: The guards of data whose layout was inferred, in the order of the bytes.
         heads: The distinct bytes expected before such data.
-        delta: Its base, if it is a delta checkpoint; see `fastload.formats.delta`.
+        delta: Its base, if it is a delta checkpoint; see `fastload.ext.deltas.encoding`.
         strides: By name, the strides in elements that tensors had when they were saved, without gaps; only of
             tensors for which they are not row-major.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +18,7 @@ from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
-from fastload.formats.delta import (
-    Connect,
-    is_next_to_base,
-    layered,
-    location_of_base,
-    missing_base,
-    require_base,
-)
+from fastload.formats.layers import Layer, layers_of
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
@@ -69,6 +61,7 @@ class Access:
         held: The bytes that this rank has in its own memory; None if no rank has any.
         parts: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and so
             on, the complete one last. `logical` of each is what it stands for together with those after it.
+        layers: Layers that serve loads.
     """
 
     storage: CheckpointReader
@@ -82,6 +75,7 @@ class Access:
     holders: Holders | None = None
     held: HeldBytes | None = None
     parts: tuple[Access, ...] = ()
+    layers: tuple[Layer, ...] = ()
 
     @property
     def is_mounted(self) -> bool:
@@ -96,6 +90,32 @@ class Access:
         return replace(
             self, readers=readers, notes={**self.notes, **dict.fromkeys(broken, "stopped reading")}
         )
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """The call that opens a checkpoint, for layers that open others with it.
+
+    Attributes:
+        world: The ranks.
+        location: The checkpoint.
+        options: How to read.
+        connect: Opens a storage, without a request.
+        arguments: Those that have to be the same on all ranks, by name.
+        read: Reads a manifest.
+    """
+
+    world: World
+    location: Location
+    options: LoadOptions | StageOptions
+    connect: Callable[[Location], CheckpointReader]
+    arguments: Mapping[str, Any]
+    read: Callable[[Storage], Manifest] = read_manifest
+
+    def open_at(self, location: Location) -> Access:
+        """Opens the files at a location on all ranks, without their layers; see `agree_on_access`."""
+        connect = partial(self.connect, location)
+        return agree_on_access(self.world, location.url, connect, self.arguments, self.read)
 
 
 def open_access(
@@ -128,75 +148,17 @@ def open_access(
             location, NAMES, storage_options, sibling=SEAL_NAME, io=options.io, patience=patience
         )
 
+    opening = OpenCall(world, location, options, connect, same, read)
     with world.together():
-        access = agree_on_access(world, location.url, partial(connect, location), same, read)
-        if access.stored.delta is not None:
-            access = _open_bases(world, access, location, options.bases, connect, same, read)
-        if not (isinstance(options, LoadOptions) and options.dequantize):
-            return access
+        access = opening.open_at(location)
         try:
-            return replace(access, logical=_dequantized(world, access))
+            dequantize = isinstance(options, LoadOptions) and options.dequantize
+            for layer in layers_of(access.stored, dequantize=dequantize):
+                access = layer.open(access, opening)
         except BaseException:
             access.storage.close()
             raise
-
-
-def _locate_base(
-    world: World, access: Access, location: Location, bases: str | os.PathLike[str] | None, connect: Connect
-) -> Location:
-    """Returns where the base of a delta is, as one rank sees it."""
-    delta, reader = access.stored.delta, access.readers[0]
-    assert delta is not None
-    if bases is None:
-        return location_of_base(delta.base, location, None)
-    with world.step(f"searching the base of {access.stored.url}") as step:
-        step.answer(world.rank == reader and is_next_to_base(access.stored, location, connect))
-    is_near = step.answers[reader]
-    return location_of_base(delta.base, location, None if is_near else bases)
-
-
-def _open_bases(
-    world: World,
-    access: Access,
-    location: Location,
-    bases: str | os.PathLike[str] | None,
-    connect: Connect,
-    call: Mapping[str, Any],
-    read: Callable[[Storage], Manifest],
-) -> Access:
-    """Opens the bases of a delta, and returns the access to its result.
-
-    Raises:
-        FastloadError: A base is missing, was replaced, or cannot be opened.
-    """
-    chain = [access]
-    try:
-        while chain[-1].stored.delta is not None:
-            location = _locate_base(world, chain[-1], location, bases, connect)
-            try:
-                chain.append(agree_on_access(world, location.url, partial(connect, location), call, read))
-            except CheckpointNotFound as error:
-                raise missing_base(chain[-1].stored, location, error) from None
-            require_base(chain[-2].stored, chain[-1].stored)
-        result, storage, parts = chain[-1].stored, chain[-1].storage, [chain[-1]]
-        for each in reversed(chain[:-1]):
-            result, storage = layered([(result, storage), (each.stored, each.storage)])
-            parts.append(replace(each, logical=result))
-    except BaseException:
-        for each in chain:
-            each.storage.close()
-        raise
-    notes = {rank: note for each in reversed(chain) for rank, note in each.notes.items()}
-    return replace(
-        access,
-        storage=storage,
-        stored=result,
-        logical=result,
-        readers=tuple(sorted(set(access.readers).intersection(*(each.readers for each in chain)))),
-        notes=notes,
-        shared=any(each.shared for each in chain),
-        parts=tuple(reversed(parts)),
-    )
+    return access
 
 
 def _dequantized(world: World, access: Access) -> Manifest:

@@ -17,7 +17,6 @@ from fastload.errors import FastloadError, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access
 from fastload.loading.match import BoxRequest, LoadRequest
-from fastload.loading.patch import load
 from fastload.loading.session import Session
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, VerifyReport
@@ -139,7 +138,7 @@ class Checkpoint:
         skip_per_rank = self._session.opened.options.per_rank_mismatch == "skip"
         with self._call():
             request = LoadRequest(into, device, dtype, names, strict, skip_per_rank)
-            return load(self._session, request).result
+            return self._session.serve(request).result
 
     def read(self, boxes: BoxesByName, *, cast: bool = False) -> LoadReport:
         """Reads boxes of tensors into this rank's memory, for plugins.
@@ -160,7 +159,7 @@ class Checkpoint:
             FastloadError: As for `fastload.load`.
         """
         with self._call():
-            return load(self._session, BoxRequest(boxes, cast)).report
+            return self._session.serve(BoxRequest(boxes, cast)).report
 
     def tensors(
         self,

@@ -100,7 +100,7 @@ class Match:
         writer: Takes the bytes of a stream, whose `destinations` have no memory; None for a load into
             tensors that all exist at its end.
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
-        bytes_patched: Bytes of tensors that `finish` patches; see `fastload.loading.patch`.
+        bytes_patched: Bytes of tensors that `finish` patches; see `fastload.ext.deltas.patch`.
         aliases: Memory of several tensors of the checkpoint, with what is written there.
         detour: Why data must not go from device to device; empty if they may.
     """

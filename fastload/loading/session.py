@@ -178,6 +178,21 @@ class Session:
             self._parts[number] = Session(opened.world, replace(part, logical=part.stored), options)
         return self._parts[number]
 
+    def serve(self, request: Request) -> Loaded:
+        """Loads on all ranks, by way of a layer that serves loads if there is one.
+
+        Args:
+            request: The request of this rank.
+
+        Raises:
+            FastloadError: A rank failed.
+        """
+        self.await_prefetch()
+        start, match = LoadStart.now(self.opened), None
+        for layer in self.opened.access.layers:
+            match = match or layer.serve(self, request)
+        return self.load(request, match, start=start)
+
     def _end_prefetch(self) -> None:
         for session in self._parts.values():
             session._end_prefetch()

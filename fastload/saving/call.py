@@ -6,15 +6,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fastload.base.registry import extension
 from fastload.comm.group import Meeting
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
-from fastload.errors import OptionError
 from fastload.formats.names import MODEL_STEM, NAMES
-from fastload.formats.untrusted import is_plain_path
 from fastload.options import Patience, SaveOptions
 from fastload.saving.background import QueuedSave, in_doubt, raise_unseen
 from fastload.saving.snapshot import BufferPool, buffer_pool
@@ -22,13 +20,15 @@ from fastload.storage import (
     Location,
     PatientStorage,
     Target,
-    folders,
     locate,
     name_of,
     open_patiently,
     open_target,
 )
 from fastload.storage.base import Names
+
+if TYPE_CHECKING:
+    from fastload.saving.plan import PlanTransform
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SaveCall:
         pool: Lends the memory of its snapshot.
         queued: Its place among the saves of a training; None to write at once.
         names: The names of files, and which ones may be replaced.
-        find_base: Returns, on rank 0, the base to save a delta of, or None; None to save a complete one.
+        transform: Plans what is written in place of the complete state; None to write that.
         stem: First part of the names of the files; of another one than ``model`` there is one file.
         problem: Why this rank cannot save, found by a caller that had to come here all the same. All ranks
             raise it, as any error of the state.
@@ -64,7 +64,7 @@ class SaveCall:
     pool: BufferPool = buffer_pool
     queued: QueuedSave | None = None
     names: Names = NAMES
-    find_base: Callable[[], Location | None] | None = None
+    transform: PlanTransform | None = None
     stem: str = MODEL_STEM
     problem: Exception | None = None
 
@@ -120,8 +120,8 @@ def make_call(
     """Meets the other ranks for a save.
 
     Arguments are those of `fastload.save`, attributes of the call (`began` is that of the caller's own call,
-    if it did something before), options that have other values than the caller's, by name, and whether it
-    ends in the background.
+    if it did something before), options that have other values than the caller's, by name, whether it ends
+    in the background, and what returns, on rank 0, the base to save the changes of, or None.
 
     Raises:
         FastloadError: Some rank has a bad argument, or did not come.
@@ -132,11 +132,11 @@ def make_call(
     with Meeting(process_group, f"saving to {name_of(path)}") as meeting:
         chosen = replace(meeting.choose(options, SaveOptions), **(changes or {}))
         location, texts = locate(path), dict(metadata or {})
-        if chosen.base is not None:
-            base_name(locate(chosen.base), location)
+        transform: PlanTransform | None = None
+        if find_base is not None or chosen.base is not None:
+            save_changes = extension("plan_transforms", "delta", "base=")
+            transform = save_changes(location, chosen.base, find_base)
     world = meeting.world
-    if find_base is None and chosen.base is not None:
-        find_base = partial(locate_base, chosen.base)
     return SaveCall(
         world,
         location,
@@ -149,30 +149,7 @@ def make_call(
         pool=queued.queue.pool if queued is not None else buffer_pool,
         queued=queued,
         names=names,
-        find_base=find_base,
+        transform=transform,
         stem=stem,
         problem=problem,
     )
-
-
-def locate_base(path: str | os.PathLike[str]) -> Location:
-    """Returns the location of a base; of a link to a directory next to it, such as ``latest``, its target.
-
-    The link may lead elsewhere by the time of a load.
-    """
-    found = locate(path)
-    return found if found.scheme else locate(folders.resolve_sibling(found.address))
-
-
-def base_name(base: Location, location: Location) -> str:
-    """Returns the name of the directory of a base.
-
-    Raises:
-        OptionError: It has none, or is the checkpoint to save.
-    """
-    folder, _, name = base.url.rstrip("/").rpartition("/")
-    if not is_plain_path(name) or folder.endswith(":/"):
-        raise OptionError(f"base={base.url!r}: is no directory with a name that a delta can store")
-    if base.url.rstrip("/") == location.url.rstrip("/"):
-        raise OptionError(f"base={base.url!r}: is the checkpoint to save: save to another path")
-    return name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastload.base.memory import uncollected
 from fastload.errors import OptionError
+from fastload.formats.manifest import Delta
 from fastload.options import named_staging
 from fastload.saving.agree import RankState, SaveAgreement
 from fastload.saving.call import SaveCall
@@ -25,6 +26,9 @@ from fastload.saving.split import (
 )
 from fastload.storage import Target
 from fastload.storage.base import DEFAULT_WRITES
+
+if TYPE_CHECKING:
+    from fastload.saving.snapshot import Snapshot
 
 _PART_BYTES = 4 << 20  # larger parts leave the cache before they are hashed, and touch more new memory
 _SNAPSHOT_PART_BYTES = 16 << 20  # bytes of a snapshot are in no cache, and each part takes the GIL
@@ -111,6 +115,42 @@ class SavePlan:
     depths: StagingDepths
     num_writes: int
     target: Target
+
+
+@dataclass(frozen=True)
+class PlannedWrite:
+    """What one rank writes of a planned state.
+
+    Attributes:
+        plan: The plan; for the changes of a base that of a sharded save of these.
+        snapshot: The bytes that this rank contributes; None if it reads them from the state, or for changes.
+        delta: The base, and the checksums of the result; None for a complete checkpoint.
+        base: URL of the base.
+        why_complete: Why the checkpoint has to be complete, although there is a base.
+    """
+
+    plan: SavePlan
+    snapshot: Snapshot | None = None
+    delta: Delta | None = None
+    base: str = ""
+    why_complete: str = ""
+
+
+class PlanTransform(Protocol):
+    """Plans to write something else in place of a complete state."""
+
+    def __call__(self, call: SaveCall, complete: PlannedWrite, agreed: SaveAgreement) -> PlannedWrite:
+        """Returns what this rank writes. Called on all ranks, before anything is written.
+
+        Args:
+            call: This rank's call.
+            complete: The plan of a complete save. The memory of its snapshot is released if it is not used.
+            agreed: The agreement of the ranks.
+
+        Raises:
+            FastloadError: Some rank failed.
+        """
+        ...
 
 
 def make_plan(

@@ -32,9 +32,8 @@ from fastload.saving.agree import (
 )
 from fastload.saving.background import FinishedSave, QueuedSave, SaveHandle
 from fastload.saving.call import SaveCall, make_call
-from fastload.saving.delta import DeltaPlan, plan_delta
 from fastload.saving.per_rank import PerRankFiles
-from fastload.saving.plan import SavePlan, make_plan
+from fastload.saving.plan import PlannedWrite, SavePlan, make_plan
 from fastload.saving.snapshot import OverlappedSnapshot, Snapshot
 from fastload.saving.write import WriteResult, commit, write
 
@@ -238,7 +237,9 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     world = call.world
     call.tracing.synchronize(agreed.hosts)
     with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
-        planned = plan_delta(call, begun.plan, begun.snapshot, agreed)
+        planned = PlannedWrite(begun.plan, begun.snapshot)
+        if call.transform is not None:
+            planned = call.transform(call, planned, agreed)
         written = write(call, planned.plan, planned.snapshot)
     try:
         # Not a long step: a commit does not notice that another one has failed, and may take long.
@@ -254,7 +255,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
 def _publish(
     call: SaveCall,
     begun: BegunSave,
-    planned: DeltaPlan,
+    planned: PlannedWrite,
     written: WriteResult,
     agreed: SaveAgreement,
     waited_s: float,
@@ -321,7 +322,7 @@ def finished_save(call: SaveCall, report: SaveReport, responses: Sequence[dict[s
     return FinishedSave(report, call.world, call.what, call.options.on_report, some_listen)
 
 
-def _report(call: SaveCall, planned: DeltaPlan, published: Sequence[dict[str, Any]]) -> SaveReport:
+def _report(call: SaveCall, planned: PlannedWrite, published: Sequence[dict[str, Any]]) -> SaveReport:
     """Merges the reports of all ranks."""
     plan, own = planned.plan, published[0]["own"]  # the same on each leader
     layout = plan.state.layout

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fastload
 from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
-from fastload.loading import patch
+from fastload.ext.deltas import patch
 from fastload.loading.match import Match
 
 FLOOR = "floor: one host streams the complete checkpoint"

@@ -24,8 +24,8 @@ import fastload
 from fastload import CheckpointManager, SaveOptions
 from fastload.cli import main
 from fastload.errors import OptionError
+from fastload.ext.deltas import save as saving_delta
 from fastload.options import Patience
-from fastload.saving import delta as saving_delta
 from fastload.training.catalog import Catalog
 from fastload.training.retention import Retention
 from tests.checkpoints import assert_same_bits, rot

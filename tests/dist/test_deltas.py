@@ -32,8 +32,8 @@ from fastload.errors import (
     ManifestError,
     OptionError,
 )
+from fastload.ext.deltas import save as delta_module
 from fastload.loading import targets
-from fastload.saving import delta as delta_module
 from tests.checkpoints import assert_same_bits, flip, record_by_hand, seal
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import fastload
-from fastload.formats.delta import layered
+from fastload.ext.deltas.encoding import layered
 from fastload.formats.names import NAMES
 from fastload.formats.open import read_manifest
 from fastload.options import Patience

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fastload.formats import delta
+from fastload.ext.deltas import encoding as delta
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -24,15 +24,15 @@ from fastload.base.memory import byte_view, host_view
 from fastload.base.threads import Workers
 from fastload.comm.responses import Each
 from fastload.errors import FastloadError
-from fastload.formats.delta import Changes, SegmentTable, bits_of, find_changes, is_own_file
+from fastload.ext.deltas.encoding import Changes, SegmentTable, bits_of, find_changes, is_own_file
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box, Runs
 from fastload.loading.match import BoxRequest, Match, Request
-from fastload.loading.prepare import LoadStart, Opened
-from fastload.loading.session import Loaded, Session
+from fastload.loading.prepare import Opened
+from fastload.loading.session import Session
 from fastload.loading.targets import Destination
 
 _NUM_SAMPLES = 16
@@ -42,24 +42,7 @@ _NUM_THREADS = 2
 _MOST_READ = 1 / 2  # of the bytes of a complete load
 
 
-def load(session: Session, request: Request) -> Loaded:
-    """Loads on all ranks; of a delta just the changes, into tensors that hold one of its bases.
-
-    Args:
-        session: The open checkpoint.
-        request: The request of this rank.
-
-    Raises:
-        FastloadError: A rank failed.
-    """
-    session.await_prefetch()
-    start = LoadStart.now(session.opened)
-    has_own = not request.is_same  # new tensors hold nothing, whatever was in their memory before
-    matched = _patched(session, request) if has_own and session.opened.access.parts else None
-    return session.load(request, matched, start=start)
-
-
-def _patched(session: Session, request: Request) -> Match:
+def match_rest(session: Session, request: Request) -> Match:
     """Reads the changes for tensors that hold a base, on all ranks, and returns what is left to load.
 
     The tensors are patched by its `finish`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from fastload.base.memory import host_bytes
 from fastload.base.threads import Workers, one_torch_thread
 from fastload.comm.responses import join_parts, split_parts
 from fastload.errors import CheckpointError, FastloadError, OptionError, StorageError
-from fastload.formats.delta import (
+from fastload.ext.deltas.encoding import (
     COUNTS,
     INDICES,
     PIECE_BYTES,
@@ -44,14 +45,15 @@ from fastload.formats.manifest import Delta, Manifest
 from fastload.formats.names import DELTA_STEM, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, checksum, record_digest
 from fastload.formats.safetensors.header import LENGTH_BYTES
+from fastload.formats.untrusted import is_plain_path
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.agree import SaveAgreement
-from fastload.saving.call import SaveCall, base_name
+from fastload.saving.call import SaveCall
 from fastload.saving.exchange import PartAssembler, connect, connecting
 from fastload.saving.layout import Layout, TensorSpec, lay_out
-from fastload.saving.plan import SavePlan, make_plan
+from fastload.saving.plan import PlannedWrite, PlanTransform, SavePlan, make_plan
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot
@@ -86,67 +88,100 @@ class Base:
 
 
 @dataclass(frozen=True)
-class DeltaPlan:
-    """The plan of one rank: for the changes, or for a complete checkpoint.
+class DeltaTransform:
+    """Plans to save the changes of a base, if it finds one and there can be a delta.
 
     Attributes:
-        plan: The plan; for changes that of a sharded save of these.
-        snapshot: The bytes that this rank contributes; None if it reads them from the state, or for changes.
-        delta: The base, and the checksums of the result; None for a complete checkpoint.
-        base: URL of the base.
-        why_complete: Why the checkpoint has to be complete, although there is a base.
+        find_base: Returns, on rank 0, the base, or None for a complete checkpoint.
     """
 
-    plan: SavePlan
-    snapshot: Snapshot | None = None
-    delta: Delta | None = None
-    base: str = ""
-    why_complete: str = ""
+    find_base: Callable[[], Location | None]
+
+    def __call__(self, call: SaveCall, complete: PlannedWrite, agreed: SaveAgreement) -> PlannedWrite:
+        """Finds the changes on all ranks, and plans to save them.
+
+        Args:
+            call: This rank's call.
+            complete: The plan of a complete save. The memory of its snapshot is released if there is a plan
+                for the changes.
+            agreed: The agreement of the ranks.
+
+        Raises:
+            CheckpointNotFound: There is no base.
+            OptionError: Another program saved the base.
+            FastloadError: The base is damaged, or some rank failed.
+        """
+        plan, snapshot = complete.plan, complete.snapshot
+        head, manifests = _share_chain(call, self.find_base)
+        if not manifests:
+            return _complete(call, complete, head["why_complete"], head["problem"])
+        storages = [call.open_storage(place) for place in _locate_chain(call, head)]
+        try:
+            chain = list(zip(reversed(manifests), reversed(storages), strict=True))
+            base = Base(head["names"][0], *layered(chain))
+            problem = _find_other_copy(call, storages[0], base) if len(plan.leaders) > 1 else ""
+            if not problem:
+                if reason := _why_complete(call, base, plan.state.layout):
+                    return replace(complete, why_complete=reason)
+                has_all = agreed.shard_map.is_replicated
+                found = _find(call, plan, snapshot, base, in_place=has_all and snapshot is None)
+                if found.why_complete:
+                    return replace(complete, why_complete=found.why_complete)
+                problem = found.problem
+            if problem:
+                return _complete(call, complete, "", problem)
+            return _plan(call, plan, agreed, base, found)
+        finally:
+            for storage in storages:
+                storage.close()
 
 
-def plan_delta(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, agreed: SaveAgreement) -> DeltaPlan:
-    """Finds the changes on all ranks, and plans to save them, if the call has a base.
+def save_changes(
+    location: Location,
+    base: str | os.PathLike[str] | None,
+    find_base: Callable[[], Location | None] | None,
+) -> PlanTransform:
+    """Returns what plans to save the changes of a base.
 
     Args:
-        call: This rank's call.
-        plan: The plan of a complete save.
-        snapshot: The bytes that this rank contributes; None reads them from the state. Its memory is
-            released if there is a plan for the changes.
-        agreed: The agreement of the ranks.
+        location: The checkpoint to save.
+        base: The base, if the user has named it.
+        find_base: Else, returns it on rank 0, or None for a complete checkpoint.
 
     Raises:
-        CheckpointNotFound: There is no base.
-        OptionError: Another program saved the base.
-        FastloadError: The base is damaged, or some rank failed.
+        OptionError: `base` has no name that a delta can store, or is the checkpoint to save.
     """
-    complete = DeltaPlan(plan, snapshot)
-    if call.find_base is None:
-        return complete
-    head, manifests = _share_chain(call, call.find_base)
-    if not manifests:
-        return _complete(call, complete, head["why_complete"], head["problem"])
-    storages = [call.open_storage(place) for place in _locate_chain(call, head)]
-    try:
-        chain = list(zip(reversed(manifests), reversed(storages), strict=True))
-        base = Base(head["names"][0], *layered(chain))
-        problem = _find_other_copy(call, storages[0], base) if len(plan.leaders) > 1 else ""
-        if not problem:
-            if reason := _why_complete(call, base, plan.state.layout):
-                return replace(complete, why_complete=reason)
-            has_all = agreed.shard_map.is_replicated
-            found = _find(call, plan, snapshot, base, in_place=has_all and snapshot is None)
-            if found.why_complete:
-                return replace(complete, why_complete=found.why_complete)
-            problem = found.problem
-        if problem:
-            return _complete(call, complete, "", problem)
-        return _plan(call, plan, agreed, base, found)
-    finally:
-        for storage in storages:
-            storage.close()
+    if base is not None:
+        base_name(locate(base), location)
+        find_base = find_base or partial(locate_base, base)
+    assert find_base is not None
+    return DeltaTransform(find_base)
 
 
-def _complete(call: SaveCall, plan: DeltaPlan, why: str, problem: str) -> DeltaPlan:
+def locate_base(path: str | os.PathLike[str]) -> Location:
+    """Returns the location of a base; of a link to a directory next to it, such as ``latest``, its target.
+
+    The link may lead elsewhere by the time of a load.
+    """
+    found = locate(path)
+    return found if found.scheme else locate(folders.resolve_sibling(found.address))
+
+
+def base_name(base: Location, location: Location) -> str:
+    """Returns the name of the directory of a base.
+
+    Raises:
+        OptionError: It has none, or is the checkpoint to save.
+    """
+    folder, _, name = base.url.rstrip("/").rpartition("/")
+    if not is_plain_path(name) or folder.endswith(":/"):
+        raise OptionError(f"base={base.url!r}: is no directory with a name that a delta can store")
+    if base.url.rstrip("/") == location.url.rstrip("/"):
+        raise OptionError(f"base={base.url!r}: is the checkpoint to save: save to another path")
+    return name
+
+
+def _complete(call: SaveCall, plan: PlannedWrite, why: str, problem: str) -> PlannedWrite:
     """Returns the plan of a complete checkpoint, with a warning if the base cannot be read."""
     if problem:
         why = f"its base cannot be read: {problem}"
@@ -522,7 +557,7 @@ class _BlockCutter:
 # The plan of a save of the changes
 
 
-def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: _Found) -> DeltaPlan:
+def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, found: _Found) -> PlannedWrite:
     """Plans the save of the changes."""
     world, layout, state, rows = call.world, plan.state.layout, plan.state, found.rows
     checksums = _checksums(layout, [rows[rank] for rank in plan.group.members], call.what)
@@ -552,7 +587,7 @@ def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, fou
     shard_map = ShardMap(changes_layout, world.size, boxes)
     of_changes = make_plan(call, changes_state, replace(agreed, shard_map=shard_map), target=plan.target)
     delta = Delta(base.name, base.manifest.record_digest, base.num_deltas + 1, checksums)
-    return DeltaPlan(of_changes, None, delta, base.manifest.url)
+    return PlannedWrite(of_changes, None, delta, base.manifest.url)
 
 
 def _pack(found: Mapping[int, _FoundBlocks]) -> bytes:

@@ -39,15 +39,15 @@ from fastload.formats.record import checksum, record_digest, require_strides
 from fastload.formats.untrusted import show
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.ranges import Space
-from fastload.options import Patience
-from fastload.storage import FileStat, Location, PatientStorage, locate
+from fastload.storage import CheckpointReader, FileStat, Location, locate
+from fastload.storage.reader import LayeredReader
 
 try:
     import numpy
 except ImportError:  # comparisons take twice as long then
     numpy = None  # type: ignore[assignment]
 
-Connect = Callable[[Location], PatientStorage]
+Connect = Callable[[Location], CheckpointReader]
 """Opens the storage of a checkpoint."""
 COUNTS, INDICES, VALUES = ".counts", ".indices", ".values"
 
@@ -375,7 +375,7 @@ def result_of(base: Manifest, stored: Manifest) -> Manifest:
     return replace(stored, files=tuple(files), tensors=tuple(in_order(tensors)))
 
 
-class DeltaStorage(PatientStorage):
+class DeltaReader(LayeredReader):
     """The files of the result of a delta: those of the base, with the changes in place.
 
     The blocks of the delta are verified when they are read.
@@ -393,55 +393,31 @@ class DeltaStorage(PatientStorage):
 
     def __init__(
         self,
-        base: PatientStorage,
+        base: CheckpointReader,
         base_manifest: Manifest,
-        stored: PatientStorage,
+        stored: CheckpointReader,
         stored_manifest: Manifest,
         result: Manifest,
     ) -> None:
-        super().__init__(stored, Patience(0, 0.0))
+        super().__init__(stored, base)
         self._base = base
-        self._stored = stored
         self._versions = {file.name: file.version for file in base_manifest.files}
         self._sizes = {file.name: file.nbytes for file in result.files if not is_own_file(file.name)}
         self._numbers = {file.name: number for number, file in enumerate(result.files)}
         self._tensors = Space([entry for entry in result.tensors if entry.nbytes])
         self._changes = ChangesReader(stored, stored_manifest, find_changes(base_manifest, stored_manifest))
 
-    @property
-    def shared(self) -> bool:
-        return self._base.shared or self._stored.shared
-
-    @property
-    def in_order(self) -> bool:
-        return self._base.in_order or self._stored.in_order
-
-    @property
-    def bytes_read(self) -> int:
-        return self._base.bytes_read + self._stored.bytes_read
-
-    @property
-    def direct_bytes_read(self) -> int:
-        return self._base.direct_bytes_read + self._stored.direct_bytes_read
-
-    @property
-    def num_retries(self) -> int:
-        return self._base.num_retries + self._stored.num_retries
-
     def stat(self, name: str) -> FileStat | None:
         if name in self._sizes:
             return FileStat(self._sizes[name], "")
-        return self._stored.stat(name)
-
-    def list(self) -> list[str] | None:
-        return self._stored.list()
+        return super().stat(name)
 
     def map(self, name: str) -> None:
         return None
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         if name not in self._sizes:
-            self._stored.read_into(name, offset, buffers, version)
+            super().read_into(name, offset, buffers, version)
             return
         self._base.read_into(name, offset, buffers, self._versions[name])
         for buffer in buffers:
@@ -451,23 +427,6 @@ class DeltaStorage(PatientStorage):
                 first = entry.offset + begin - offset
                 self._changes.apply(entry.name, begin, end, buffer[first : first + end - begin])
             offset += len(buffer)
-
-    def listen(self, note: Callable[[float], object]) -> None:
-        self._base.listen(note)
-        self._stored.listen(note)
-
-    def share_reads(self, shared: bool) -> None:
-        self._base.share_reads(shared)
-        self._stored.share_reads(shared)
-
-    def stop(self) -> None:
-        super().stop()
-        self._base.stop()
-        self._stored.stop()
-
-    def close(self) -> None:
-        self._base.close()
-        self._stored.close()
 
 
 class ChangesReader:
@@ -479,7 +438,7 @@ class ChangesReader:
         changes: The changed tensors, by name.
     """
 
-    def __init__(self, storage: PatientStorage, manifest: Manifest, changes: dict[str, Changes]) -> None:
+    def __init__(self, storage: CheckpointReader, manifest: Manifest, changes: dict[str, Changes]) -> None:
         self._storage = storage
         self._manifest = manifest
         self._changes = changes
@@ -542,7 +501,7 @@ class ChangesReader:
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _read_block(storage: PatientStorage, manifest: Manifest, entry: TensorEntry, start: int) -> bytearray:
+def _read_block(storage: CheckpointReader, manifest: Manifest, entry: TensorEntry, start: int) -> bytearray:
     """Reads the block at an offset of a tensor, and verifies it."""
     file = manifest.files[entry.file]
     found = manifest.blocks.at(entry.file, entry.offset + start)
@@ -590,7 +549,11 @@ def missing_base(stored: Manifest, location: Location, error: CheckpointNotFound
 
 
 def read_chain(
-    location: Location, connect: Connect, bases: str | os.PathLike[str] | None = None
+    location: Location,
+    connect: Connect,
+    bases: str | os.PathLike[str] | None = None,
+    *,
+    head: Manifest | None = None,
 ) -> list[tuple[Location, Manifest]]:
     """Reads the files of a checkpoint and, if it is a delta, of its base, and so on.
 
@@ -598,6 +561,7 @@ def read_chain(
         location: The checkpoint.
         connect: Opens a storage.
         bases: Where bases are that are not next to their deltas.
+        head: The files of the checkpoint, if they are known.
 
     Returns:
         Locations and manifests, those of the complete checkpoint last.
@@ -610,8 +574,7 @@ def read_chain(
     found: list[tuple[Location, Manifest]] = []
     while True:
         try:
-            with closing(connect(location)) as storage:
-                manifest = read_manifest(storage)
+            manifest = head if head is not None and not found else _read_stored(location, connect)
         except CheckpointNotFound as error:
             if not found:
                 raise
@@ -623,6 +586,11 @@ def read_chain(
             return found
         is_near = bases is None or is_next_to_base(manifest, location, connect)
         location = location_of_base(delta.base, location, None if is_near else bases)
+
+
+def _read_stored(location: Location, connect: Connect) -> Manifest:
+    with closing(connect(location)) as storage:
+        return read_manifest(storage)
 
 
 def result_of_chain(manifests: Sequence[Manifest]) -> Manifest:
@@ -638,7 +606,7 @@ def result_of_chain(manifests: Sequence[Manifest]) -> Manifest:
     return result
 
 
-def layered(chain: Sequence[tuple[Manifest, PatientStorage]]) -> tuple[Manifest, PatientStorage]:
+def layered(chain: Sequence[tuple[Manifest, CheckpointReader]]) -> tuple[Manifest, CheckpointReader]:
     """Returns the result of a chain of deltas, and the storage that its files are read from.
 
     Args:
@@ -650,6 +618,6 @@ def layered(chain: Sequence[tuple[Manifest, PatientStorage]]) -> tuple[Manifest,
     manifest, storage = chain[0]
     for stored, of_delta in chain[1:]:
         result = result_of(manifest, stored)
-        storage = DeltaStorage(storage, manifest, of_delta, stored, result)
+        storage = DeltaReader(storage, manifest, of_delta, stored, result)
         manifest = result
     return manifest, storage

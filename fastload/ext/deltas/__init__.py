@@ -1,0 +1,1 @@
+"""Delta checkpoints: only what differs from another checkpoint is stored."""
