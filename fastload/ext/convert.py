@@ -29,7 +29,7 @@ from fastload.errors import CheckpointError, CheckpointExists, OptionError
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
+from fastload.formats.names import CONFIG_NAME, INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
 from fastload.formats.state import leaves, optimizer_states, own_view, raise_refused
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.untrusted import parse_json
@@ -37,7 +37,6 @@ from fastload.geometry.box import Box, row_major, runs_of
 from fastload.geometry.dtensors import is_dtensor, local_parts
 from fastload.loading.checkpoint import Checkpoint
 from fastload.loading.mismatch import raise_mismatch
-from fastload.loading.quantized import CONFIG_NAME
 from fastload.loading.selection import RankView
 from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions

@@ -8,15 +8,19 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastload.base.registry import extensions
 from fastload.errors import UnsupportedVersion
 from fastload.formats.untrusted import show
 
 if TYPE_CHECKING:
-    from fastload.formats.manifest import Manifest
+    from torch import Tensor
+
+    from fastload.formats.manifest import Manifest, TensorEntry
+    from fastload.geometry.box import Box
     from fastload.loading.access import Access, OpenCall
     from fastload.loading.match import Match, Request
     from fastload.loading.session import Session
@@ -25,6 +29,47 @@ if TYPE_CHECKING:
 
 LAYERS_KEY = "fastload.layers"
 SEAL, _DELTA, _DEQUANTIZE = "seal", "delta", "dequantize"
+
+
+class StoredPart(NamedTuple):
+    """Stored bytes that a box of a tensor is decoded from.
+
+    Attributes:
+        entry: The tensor in the checkpoint, as stored.
+        memory: What it is loaded into, of its dtype.
+        box: The box of it; None for all of it.
+    """
+
+    entry: TensorEntry
+    memory: Tensor
+    box: Box | None
+
+
+class Decoding(ABC):
+    """Decodes a box of a tensor during a load; made by `TensorEntry.decoding`.
+
+    Attributes:
+        parts: What has to be loaded.
+    """
+
+    parts: Sequence[StoredPart]
+
+    def arrived(self, entry: TensorEntry, begin: int | None, nbytes: int) -> int:
+        """Notes bytes of a part; returns how many threads could `run` now. One thread at a time calls it.
+
+        Args:
+            entry: The tensor of the part.
+            begin: The first byte in the memory of the part; None if they are not adjacent there.
+            nbytes: Length in bytes.
+        """
+        return 0
+
+    def run(self) -> None:  # noqa: B027 (most decode in the end)
+        """Decodes some of what has arrived. Several threads may do so at once."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Decodes the rest, all of which has arrived."""
 
 
 class Layer:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -17,6 +17,11 @@ from fastload.base.memory import uncollected
 from fastload.geometry.blocks import Block, Blocks, num_blocks
 from fastload.geometry.box import Box, dense_strides
 from fastload.geometry.ranges import HasRange, Space
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastload.formats.layers import Decoding
 
 CHECKSUM_BYTES = 8
 _LENGTH_BYTES = 8
@@ -98,6 +103,15 @@ class TensorEntry:
     nbytes: int
     pieces: tuple[Piece, ...] = ()
 
+    def decoding(self, tensor: Tensor, box: Box | None) -> Decoding | None:
+        """Returns what decodes the tensor from others that are stored; None if it is stored itself.
+
+        Args:
+            tensor: The tensor to fill, of the shape of the box.
+            box: The box of it; None for all of it.
+        """
+        return None
+
 
 class Delta(NamedTuple):
     """What a delta checkpoint says of its base and of the result.
@@ -139,6 +153,7 @@ class Manifest:
         delta: Its base, if it is a delta checkpoint; see `fastload.ext.deltas.encoding`.
         strides: By name, the strides in elements that tensors had when they were saved, without gaps; only of
             tensors for which they are not row-major.
+        decoded_from: The manifest of the stored tensors, if a layer decodes `tensors` from these.
     """
 
     url: str
@@ -154,6 +169,7 @@ class Manifest:
     heads: tuple[bytes, ...] = ()
     delta: Delta | None = None
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    decoded_from: Manifest | None = None
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -162,7 +178,9 @@ class Manifest:
 
     @cached_property
     def extents(self) -> Sequence[TensorEntry | Piece]:
-        """The byte ranges of tensors in their order: tensors without pieces, and pieces."""
+        """The byte ranges of stored tensors in their order: tensors without pieces, and pieces."""
+        if self.decoded_from is not None:
+            return self.decoded_from.extents
         if not any(entry.pieces for entry in self.tensors):
             return self.tensors
         extents = [extent for entry in self.tensors for extent in entry.pieces or (entry,)]

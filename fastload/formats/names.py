@@ -15,6 +15,8 @@ RECORD_NAME = "fastload.json"
 SAVING_NAME = "fastload.saving.json"
 """The owner file next to the files on object stores while they are published. Without a record, the files
 belong to a save that has not ended."""
+CONFIG_NAME = "config.json"
+"""The configuration of a model of Hugging Face."""
 SEAL_NAME = "fastload.seal.json"
 """The checksums of a checkpoint that another program wrote; see `fastload.ext.checksums.seal`."""
 STAGED_NAME = ".fastload-stage.json"

@@ -17,16 +17,14 @@ from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
-from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.layers import Layer, layers_of
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
-from fastload.formats.reading import read_bytes, read_limited
+from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
-from fastload.formats.untrusted import parse_json
 from fastload.geometry.ranges import ByteRange, Space
-from fastload.loading.quantized import CONFIG_NAME, dequantized
 from fastload.options import LoadOptions, Patience, StageOptions
 from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
 
@@ -38,7 +36,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_PACKED_BYTES = 16 << 10  # of a manifest that is sent with a response
 _REPLACED = b"replaced"  # instead of a packed manifest
-_MAX_CONFIG_BYTES = 16 << 20
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _NUM_READERS = 8
@@ -153,25 +150,15 @@ def open_access(
         access = opening.open_at(location)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
-            for layer in layers_of(access.stored, dequantize=dequantize):
+            layers = layers_of(access.stored, dequantize=dequantize)
+            if layers and access.stored.guards:  # what they decode has to be where it is expected
+                access = reopen_exactly(world, access)
+            for layer in layers:
                 access = layer.open(access, opening)
         except BaseException:
             access.storage.close()
             raise
     return access
-
-
-def _dequantized(world: World, access: Access) -> Manifest:
-    """Returns the manifest with dequantised weights; one rank reads their configuration, for all."""
-    manifest, storage = access.stored, access.storage
-    with world.step(f"reading the quantization of {manifest.url}") as step:
-        if world.rank == access.readers[0]:
-            if manifest.structure is not None:
-                raise OptionError(f"{manifest.url}: dequantize= is for Hugging Face's checkpoints only")
-            text = read_limited(storage, CONFIG_NAME, "configuration", _MAX_CONFIG_BYTES)
-            dequantized(manifest, parse_json(text, storage.label(CONFIG_NAME)))
-            step.answer(attach=text)
-    return dequantized(manifest, parse_json(step.attachment, CONFIG_NAME))
 
 
 def agree_on_access(
@@ -347,9 +334,7 @@ def reopen_exactly(world: World, access: Access) -> Access:
             stored = read_manifest(storage, exact=True)
             step.answer(attach=stored.to_bytes())
     stored = stored or Manifest.from_bytes(step.attachment)
-    return replace(
-        access, stored=stored, logical=stored if access.logical is access.stored else access.logical
-    )
+    return replace(access, stored=stored, logical=stored)
 
 
 def _files_seen(storage: Storage) -> str:

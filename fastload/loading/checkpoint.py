@@ -205,7 +205,8 @@ class Checkpoint:
         """
         from fastload.loading.stream import TensorStream, stream_boxes, stream_tensors
 
-        if self._session.opened.options.dequantize:
+        access = self._session.opened.access
+        if access.logical is not access.stored:
             raise OptionError("streams hand out tensors as stored: open the checkpoint without dequantize")
         with self._call():
             if boxes is not None:

@@ -37,7 +37,7 @@ from fastload.loading.mismatch import (
     raise_mismatch,
 )
 from fastload.loading.modules import TensorSlot
-from fastload.loading.quantized import has_quantized, has_scales, unscaled
+from fastload.loading.scales import has_quantized, has_scales, unscaled
 from fastload.loading.selection import RankView, Selection
 from fastload.loading.targets import (
     Destination,
@@ -341,7 +341,7 @@ def _match_into(
         finish,
         calls=calls,
         is_in_place=not (
-            calls or slots or targets.copies or targets.dequantizers or targets.new or targets.aliases
+            calls or slots or targets.copies or targets.decodings or targets.new or targets.aliases
         ),
         left_out=tuple(differences.left_out),
         surplus=surplus if request.strict else Surplus(),

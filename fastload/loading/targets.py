@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from ctypes import memmove
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,9 @@ from fastload.loading.aliases import (
     find_aliases,
     raise_differing,
 )
-from fastload.loading.quantized import Dequantizer, QuantizedWeight
+
+if TYPE_CHECKING:
+    from fastload.formats.layers import Decoding
 
 
 class Copy(NamedTuple):
@@ -97,13 +99,13 @@ class DestinationBuilder:
 
     Attributes:
         copies: Copies to make after the load, in this order.
-        dequantizers: Dequantise boxes of weights; from `build` on.
+        decodings: Decode boxes of tensors; from `build` on.
         aliases: Memory of several tensors of the checkpoint; from `build` on.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.copies: list[Copy] = []
-        self.dequantizers: list[Dequantizer] = []
+        self.decodings: list[Decoding] = []
         self.aliases: list[AliasedMemory] = []
         self._manifest = manifest
         self._targets: list[_Target] = []
@@ -153,13 +155,13 @@ class DestinationBuilder:
         return destinations
 
     def copy(self) -> None:
-        """Dequantises weights, and copies what is stored once and wanted more than once.
+        """Decodes what is left of tensors, and copies what is stored once and wanted more than once.
 
         Raises:
             MismatchError: Tensors of one memory differ.
         """
-        for dequantizer in self.dequantizers:
-            dequantizer.finish()
+        for decoding in self.decodings:
+            decoding.finish()
         differing: dict[str, None] = {}
         for copy in self.copies:
             copy.make()
@@ -178,15 +180,15 @@ class DestinationBuilder:
         if len(set(names)) < len(names):
             offsets = [list(target.box.offsets if target.box else ()) for target in targets]
             names = [f"{name} {at}" for name, at in zip(names, offsets, strict=True)]
-        num_copies, num_dequantizers = len(self._of_pieces), len(self.dequantizers)
+        num_copies, num_decodings = len(self._of_pieces), len(self.decodings)
         made = [self._make(target) for target in targets]
         tensors = [each.tensor for of_target in made for each in of_target]
         are_contiguous = all(one.is_contiguous() for one in tensors)
         are_same = len(tensors) == len(targets) and len({(identity(one), one.dtype) for one in tensors}) == 1
         is_lazy = any(one.is_conj() or one.is_neg() for one in tensors)
-        has_more = len(self._of_pieces) > num_copies or len(self.dequantizers) > num_dequantizers
+        has_more = len(self._of_pieces) > num_copies or len(self.decodings) > num_decodings
         if not (are_contiguous or are_same) or is_lazy or has_more:
-            del self._of_pieces[: len(self._of_pieces) - num_copies], self.dequantizers[num_dequantizers:]
+            del self._of_pieces[: len(self._of_pieces) - num_copies], self.decodings[num_decodings:]
             return None
         self.aliases.append(memory := AliasedMemory(names))
         return [
@@ -204,14 +206,11 @@ class DestinationBuilder:
     def _make(self, target: _Target) -> list[Destination]:
         """Makes the destinations of a tensor or a box."""
         entry, stored, tensor, box = target
-        if isinstance(entry, QuantizedWeight):
-            box = Box.whole(tensor.shape) if box is None else box
-            self.dequantizers.append(dequantizer := Dequantizer(entry, tensor.detach(), box))
-            parts = [
-                _Target(each.entry, each.memory.dtype, each.memory, each.box) for each in dequantizer.parts
-            ]
-            made = [each for part in parts for each in self._make(part)]
-            return [replace(each, dequantizer=dequantizer) for each in made]
+        if (decoding := entry.decoding(tensor, box)) is not None:
+            parts = [_Target(part.entry, part.memory.dtype, part.memory, part.box) for part in decoding.parts]
+            made = [destination for part in parts for destination in self._make(part)]
+            self.decodings.append(decoding)  # after those of its parts
+            return [replace(one, decoding=decoding) if one.decoding is None else one for one in made]
         if not entry.pieces:
             runs = None
             if box is not None:
@@ -256,7 +255,7 @@ class Destination:
         tensor: The tensor to fill in row-major order, with any strides, on any device; cast to its dtype.
         runs: The wanted byte ranges of `extent`; None for all of it.
         piece: The piece of the tensor; None if it has no pieces.
-        dequantizer: Has to have all of its bytes; None if they are not quantised.
+        decoding: Has to have all of its bytes; None if they are those of the tensor itself.
         alias: Knows what is written of memory that other destinations share; None if none do.
     """
 
@@ -265,7 +264,7 @@ class Destination:
     tensor: Tensor
     runs: Runs | None = None
     piece: Piece | None = None
-    dequantizer: Dequantizer | None = None
+    decoding: Decoding | None = None
     alias: Alias | None = None
 
     @property
@@ -295,7 +294,7 @@ class TensorWriter:
 
     Args:
         destinations: Everything that the rank wants, in order.
-        num_threads: Most threads that dequantise weights, while the next bytes arrive.
+        num_threads: Most threads that decode tensors, while the next bytes arrive.
     """
 
     def __init__(self, destinations: Sequence[Destination], num_threads: int = 1) -> None:
@@ -309,9 +308,9 @@ class TensorWriter:
         self._devices = accelerators_of(d.tensor for d in self._destinations)
         self._scratch = _make_scratch(self._destinations)
         # Between devices, chunks that could not be read are placed, too, before they are read again.
-        self._counts = not self._devices and any(d.dequantizer is not None for d in self._destinations)
+        self._counts = not self._devices and any(d.decoding is not None for d in self._destinations)
         self._num_threads = num_threads
-        self._workers = Workers(num_threads, "fastload-dequantize")
+        self._workers = Workers(num_threads, "fastload-decode")
         self._begun: list[Future[None]] = []
 
     @property
@@ -353,7 +352,7 @@ class TensorWriter:
         self.count([(start, data.numel())])
 
     def count(self, in_place: Sequence[tuple[int, int]]) -> None:
-        """Begins to dequantise what is there of weights now.
+        """Begins to decode what is there of tensors now.
 
         Args:
             in_place: (start, length) of byte ranges that were read or received into their tensors, and that
@@ -362,18 +361,17 @@ class TensorWriter:
         for start, nbytes in in_place if self._counts else ():
             for index, begin, end in self._wanted.cut(start, nbytes):
                 one = self._destinations[index]
-                if one.dequantizer is None:
+                if one.decoding is None:
                     continue
                 at = begin if one.piece is None else None
-                num_chunks = one.dequantizer.count(one.entry, at, end - begin)
-                for _ in range(min(num_chunks, self._num_threads)):
-                    self._begun.append(self._workers.submit(one.dequantizer.run))
+                num_threads = min(one.decoding.arrived(one.entry, at, end - begin), self._num_threads)
+                self._begun += [self._workers.submit(one.decoding.run) for _ in range(num_threads)]
 
     def close(self) -> None:
-        """Waits for the weights that are being dequantised.
+        """Waits for the tensors that are being decoded.
 
         Raises:
-            MemoryError: Dequantising one needs more memory than there is.
+            MemoryError: Decoding one needs more memory than there is.
         """
         begun, self._begun = self._begun, []
         wait_for(begun)

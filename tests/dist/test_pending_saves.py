@@ -438,7 +438,7 @@ def strike(stage: str, die: Callable[[], None]) -> None:
     elif stage == "giving up":
         QueuedSave.drop = instead  # type: ignore[method-assign]
     elif stage == "its turn":
-        saver.plan_delta = instead  # type: ignore[attr-defined]
+        saver.PlannedWrite = instead  # type: ignore[attr-defined]
     elif stage == "writing":
         real = LocalTarget.write
         LocalTarget.write = lambda target, *given: (  # type: ignore[method-assign]

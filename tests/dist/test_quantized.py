@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastload
 from fastload import Box, LoadOptions, ManifestError, OptionError
 from fastload.base.memory import byte_view
-from fastload.loading import quantized
+from fastload.ext.quantized import weights as quantized
 from fastload.loading.targets import DestinationBuilder, TensorWriter
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks

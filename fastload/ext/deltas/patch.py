@@ -154,7 +154,7 @@ class _Candidates:
         for one in destinations:
             runs = one.runs or Runs(0, one.entry.nbytes, ())
             is_own = is_own_file(manifest.files[one.entry.file].name)
-            if is_own or one.piece or one.dequantizer or one.alias or runs.steps or not one.is_plain:
+            if is_own or one.piece or one.decoding or one.alias or runs.steps or not one.is_plain:
                 continue
             begin, end = num_blocks(runs.start, length) * length, runs.end
             if end < one.entry.nbytes:

@@ -10,9 +10,9 @@ The arithmetic is that of the libraries that wrote the weights, bit for bit:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from math import prod
@@ -26,11 +26,11 @@ from fastload.base.memory import allocate, byte_view
 from fastload.base.threads import one_torch_thread
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES, torch_spec
+from fastload.formats.layers import Decoding, StoredPart
 from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.names import CONFIG_NAME
 from fastload.formats.untrusted import show
 from fastload.geometry.box import Box
-
-CONFIG_NAME = "config.json"
 
 _METHODS = ("fp8", "compressed-tensors", "mxfp4", "modelopt")
 _FORMATS = ("float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -39,11 +39,6 @@ _FLOATS = ("F32", "BF16", "F16")
 # Of activations and of the key-value cache: weights do not depend on them.
 _OTHER_SCALES = ("input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
 _SCALES = ("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point")
-
-# Elements that mean nothing without their scales, if a scale goes with them; and what libraries call these.
-_QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8", "I32"})
-_SCALE_ENDS = ("_scale_inv", "_scale", "_scales", "_scale_2", ".absmax", ".scale")
-_SCALE_NAMES = ("scale", "scales", "scale_weight", "weight_scale", "SCB")
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
@@ -74,6 +69,10 @@ class QuantizedWeight(TensorEntry):
     is_packed: bool = False
     is_transposed: bool = False
 
+    def decoding(self, tensor: Tensor, box: Box | None) -> Dequantizer:
+        """Returns what dequantises a box of it."""
+        return Dequantizer(self, tensor.detach(), Box.whole(tensor.shape) if box is None else box)
+
     @property
     def is_mxfp4(self) -> bool:
         """Whether it has 4-bit elements whose scales are powers of two, of one byte."""
@@ -87,66 +86,7 @@ class QuantizedWeight(TensorEntry):
         return self.scale.name.endswith("_scale_inv") or dtype == DTYPES[self.dtype][1]
 
 
-@dataclass(frozen=True)
-class DequantizedManifest(Manifest):
-    """A manifest with `QuantizedWeight` in place of quantised elements and scales.
-
-    Attributes:
-        stored: The manifest as stored.
-    """
-
-    stored: Manifest | None = None
-
-    @property
-    def extents(self) -> Any:
-        """The byte ranges in the files."""
-        assert self.stored is not None
-        return self.stored.extents
-
-
-def unscaled(entry: TensorEntry, target: torch.dtype, names: Collection[str], loaded: Set[str]) -> str:
-    """Returns why quantised elements are not cast: their scales are not loaded. Empty if they may be.
-
-    Args:
-        entry: The tensor in the checkpoint.
-        target: The dtype that it is to have.
-        names: Names of all tensors of the checkpoint.
-        loaded: Those that are loaded, too.
-    """
-    if entry.dtype not in _QUANTIZED or isinstance(entry, QuantizedWeight) or not target.is_floating_point:
-        return ""
-    if target == torch_spec(entry)[0]:
-        return ""
-    scales = [name for name in scales_of(entry.name) if name in names]
-    if not scales or not loaded.isdisjoint(scales):
-        return ""
-    return (
-        f"{entry.name}: quantised elements ({entry.dtype}), which {target} would have without their scale "
-        f"{scales[0]}: LoadOptions(dequantize=True) scales them"
-    )
-
-
-def scales_of(name: str) -> Iterator[str]:
-    """Yields the names that a scale of quantised elements may have."""
-    base = name.removesuffix("_packed").removesuffix("_blocks")
-    head, dot, last = base.rpartition(".")
-    yield from (base + end for end in _SCALE_ENDS)
-    if last in ("weight", "qweight"):
-        yield from (f"{head}{dot}{word}" for word in _SCALE_NAMES)
-
-
-def has_quantized(manifest: Manifest) -> bool:
-    """Whether a checkpoint has elements that may need scales."""
-    return any(entry.dtype in _QUANTIZED for entry in manifest.tensors)
-
-
-def has_scales(manifest: Manifest, names: Sequence[str]) -> bool:
-    """Whether some names are those of scales of quantised elements of a checkpoint."""
-    quantized = (entry.name for entry in manifest.tensors if entry.dtype in _QUANTIZED) if names else ()
-    return not {scale for name in quantized for scale in scales_of(name)}.isdisjoint(names)
-
-
-def dequantized(manifest: Manifest, config: Mapping[str, Any]) -> DequantizedManifest:
+def dequantized(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     """Returns the manifest of a checkpoint with its weights dequantised.
 
     Args:
@@ -176,8 +116,7 @@ def dequantized(manifest: Manifest, config: Mapping[str, Any]) -> DequantizedMan
             )
     blocks, is_inverse = _blocks(quantization, groups), bool(quantization.get("weight_block_size"))
     tensors = _Finder(manifest, blocks, is_inverse=is_inverse).tensors()
-    columns = {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
-    return DequantizedManifest(**columns | {"tensors": tensors}, stored=manifest)
+    return replace(manifest, tensors=tensors, decoded_from=manifest)
 
 
 def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -333,20 +272,6 @@ def _weight(
     )  # fmt: skip
 
 
-class PackedPart(NamedTuple):
-    """Stored bytes of a box of a weight.
-
-    Attributes:
-        entry: The tensor in the checkpoint.
-        memory: What it is loaded into.
-        box: The box of it; None for all of it.
-    """
-
-    entry: TensorEntry
-    memory: Tensor
-    box: Box | None
-
-
 class _Arrivals:
     """Counts the bytes of a quantised box that have arrived.
 
@@ -405,7 +330,7 @@ class _Chunk(NamedTuple):
     end_byte: int
 
 
-class Dequantizer:
+class Dequantizer(Decoding):
     """Dequantises a box of a weight in place, in chunks of rows, while its bytes arrive.
 
     Until then its quantised elements are at the end of the memory of the tensor. They are no longer than it,
@@ -416,9 +341,6 @@ class Dequantizer:
         weight: The weight.
         tensor: The tensor to fill, of the shape of the box.
         box: The box.
-
-    Attributes:
-        parts: What has to be loaded: the elements, then their scales.
 
     Raises:
         MemoryError: The scales do not fit into memory.
@@ -447,7 +369,7 @@ class Dequantizer:
             scale = Box.whole(weight.scale.shape)
         elif len(weight.scale.shape) == 1:
             scale = Box(scale.offsets[:1], scale.sizes[:1])
-        self.parts = [
+        self.parts = [  # the elements, then their scales
             _part(weight.values, values, _end_of(tensor, values.numel), tensor.device),
             _part(weight.scale, scale, None, tensor.device),
         ]
@@ -461,15 +383,10 @@ class Dequantizer:
         self._next = next(self._chunks, None)
         self._taking = Lock()
 
-    def count(self, entry: TensorEntry, begin: int | None, nbytes: int) -> int:
-        """Notes bytes of a part that have arrived; returns about how many chunks can be dequantised now.
+    def arrived(self, entry: TensorEntry, begin: int | None, nbytes: int) -> int:
+        """Notes bytes of a part; returns about how many chunks can be dequantised now.
 
-        One thread at a time may call it. It does not wait for threads that dequantise.
-
-        Args:
-            entry: The tensor in the checkpoint.
-            begin: The first byte in the memory of the part; None if they are not adjacent there.
-            nbytes: Length in bytes.
+        It does not wait for threads that dequantise.
         """
         if entry is self.parts[0].entry:
             self._arrivals.add(begin, nbytes)
@@ -787,12 +704,12 @@ def _products(elements: Tensor, scales: Tensor) -> Tensor:
     return (each.bitwise_left_shift(16).unsqueeze(2) | (each & 0xFFFF).unsqueeze(1)).flatten()
 
 
-def _part(entry: TensorEntry, box: Box, memory: Tensor | None, device: torch.device) -> PackedPart:
+def _part(entry: TensorEntry, box: Box, memory: Tensor | None, device: torch.device) -> StoredPart:
     dtype, shape = torch_spec(entry)
     if memory is None:
         memory = allocate(box.sizes, dtype, device)
     memory = memory.view(dtype).view(box.sizes)
-    return PackedPart(entry, memory, None if box == Box.whole(shape) else box)
+    return StoredPart(entry, memory, None if box == Box.whole(shape) else box)
 
 
 def _end_of(tensor: Tensor, nbytes: int) -> Tensor | None:

@@ -1,0 +1,1 @@
+"""Quantised weights, loaded as floating point tensors."""
