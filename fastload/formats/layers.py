@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from fastload.storage import CheckpointReader, Location, Storage
 
 LAYERS_KEY = "fastload.layers"
-SEAL, _DELTA, _DEQUANTIZE = "seal", "delta", "dequantize"
+SEAL = "seal"
+_DELTA = "delta"
+_DEQUANTIZE = "dequantize"
 
 
 class StoredPart(NamedTuple):
@@ -145,14 +147,11 @@ def layer(name: str, url: str) -> Layer:
     found = extensions("layers").get(name)
     if found is None:
         raise UnsupportedVersion(
-            f"{url}: needs the layer {show(name)}, which is not installed: install the package with the "
-            f"entry point {show(name)} of fastload.layers (with fastload: {', '.join(_OWN)})"
+            f"{url}: needs the layer {show(name)}, which is not installed: install the package that has it "
+            f"among its entry points of fastload.layers (fastload has {SEAL}, {_DELTA} and {_DEQUANTIZE})"
         )
     loaded: Layer = found.load()
     return loaded
-
-
-_OWN = (SEAL, _DELTA, _DEQUANTIZE)
 
 
 def layers_of(manifest: Manifest, *, dequantize: bool = False) -> list[Layer]:

@@ -16,6 +16,7 @@ from fastload.ext.deltas.encoding import (
     require_base,
     result_of_chain,
 )
+from fastload.ext.deltas.patch import match_rest
 from fastload.formats.layers import Layer
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, OpenCall
@@ -82,12 +83,10 @@ class DeltaLayer(Layer):
         )
 
     def serve(self, session: Session, request: Request) -> Match | None:
-        """Reads the changes for tensors that hold a base; see `patch.match_rest`."""
-        from fastload.ext.deltas import patch
-
+        """Reads the changes for tensors that hold a base; see `match_rest`."""
         if request.is_same:  # new tensors hold nothing, whatever was in their memory before
             return None
-        return patch.match_rest(session, request)
+        return match_rest(session, request)
 
 
 def _locate_base(delta: Access, location: Location, call: OpenCall) -> Location:
