@@ -150,10 +150,7 @@ def open_access(
         access = opening.open_at(location)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
-            layers = layers_of(access.stored, dequantize=dequantize)
-            if layers and access.stored.guards:  # what they decode has to be where it is expected
-                access = reopen_exactly(world, access)
-            for layer in layers:
+            for layer in layers_of(access.stored, dequantize=dequantize):
                 access = layer.open(access, opening)
         except BaseException:
             access.storage.close()
@@ -327,6 +324,7 @@ def reopen_exactly(world: World, access: Access) -> Access:
     Raises:
         FastloadError: As when it was opened.
     """
+    assert access.logical is access.stored, "a format with guards has no metadata that name a layer"
     storage, stored = access.storage, None
     _log.info("%s: opened again, since layouts were not as inferred", storage.url)
     with world.step(f"reading all layouts of {storage.url}") as step:
