@@ -39,20 +39,23 @@ class Extension:
             raise OptionError(f"{self} cannot be imported: {error}") from error
 
 
-def extension(kind: str, name: str, wanted_by: str) -> Any:
-    """Imports an extension that an option needs.
+def extension(kind: str, name: str, what: str) -> Any:
+    """Imports an extension.
 
     Args:
         kind: As for `extensions`.
         name: Its name.
-        wanted_by: The option, for messages.
+        what: The work that needs it, for messages.
 
     Raises:
         OptionError: It is not installed, or cannot be imported.
     """
     found = extensions(kind).get(name)
     if found is None:
-        raise OptionError(f"{wanted_by}: needs {name!r} of the entry points fastload.{kind}: not installed")
+        raise OptionError(
+            f"{what} needs the extension {name!r}, which is not installed: install the package that has it "
+            f"among its entry points of fastload.{kind}"
+        )
     return found.load()
 
 

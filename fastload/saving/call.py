@@ -134,7 +134,7 @@ def make_call(
         location, texts = locate(path), dict(metadata or {})
         transform: PlanTransform | None = None
         if find_base is not None or chosen.base is not None:
-            save_changes = extension("plan_transforms", "delta", "base=")
+            save_changes = extension("plan_transforms", "delta", "saving a delta")
             transform = save_changes(location, chosen.base, find_base)
     world = meeting.world
     return SaveCall(

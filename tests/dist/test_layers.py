@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
+from fastload.base import registry
 from fastload.base.memory import host_bytes
 from fastload.base.registry import extensions
 from fastload.errors import OptionError, UnsupportedVersion
@@ -69,6 +70,25 @@ def test_a_layer_that_is_not_installed(rank: int, world: int, saved: Path) -> No
         fastload.load(saved, options=OPTIONS)
     with pytest.raises(UnsupportedVersion, match="'deflate'"):
         fastload.inspect(saved)
+
+
+@ranks(1)
+def test_without_extensions(rank: int, world: int, tmp_path: Path) -> None:
+    """As in a source tree that nobody has installed."""
+    options = fastload.SaveOptions(base=tmp_path / "base")
+    fastload.save(TENSORS, tmp_path / "base")
+    fastload.save(TENSORS, tmp_path / "delta", options=options)
+    save_file(TENSORS, tmp_path / "sealed.safetensors")
+    fastload.seal(tmp_path / "sealed.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", lambda group: ())
+        extensions.cache_clear()
+        for path, name in (("delta", "delta"), ("sealed.safetensors", "seal")):
+            with pytest.raises(UnsupportedVersion, match=f"needs the layer '{name}'"):
+                fastload.load(tmp_path / path, options=OPTIONS)
+        with pytest.raises(OptionError, match="saving a delta needs the extension 'delta'"):
+            fastload.save(TENSORS, tmp_path / "other", options=options)
+        assert fastload.load(tmp_path / "base", options=OPTIONS).keys() == TENSORS.keys()
 
 
 @ranks(1)
