@@ -148,7 +148,7 @@ class FileWithSibling(LayeredReader):
         if not self._is_sibling(name):
             return super().stat(name)
         try:
-            return self._reader().stat("")
+            return self._sibling_reader().stat("")
         except StorageError as error:
             if error.transient or self.probes:
                 raise
@@ -156,7 +156,7 @@ class FileWithSibling(LayeredReader):
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         if self._is_sibling(name):
-            self._reader().read_into("", offset, buffers, version)
+            self._sibling_reader().read_into("", offset, buffers, version)
         else:
             super().read_into(name, offset, buffers, version)
 
@@ -166,7 +166,7 @@ class FileWithSibling(LayeredReader):
     def _is_sibling(self, name: str) -> bool:
         return name == self.sibling and self.list() is None
 
-    def _reader(self) -> CheckpointReader:
+    def _sibling_reader(self) -> CheckpointReader:
         if self._opened is None:
             self._opened = self._open_sibling()
             self._readers.append(self._opened)
