@@ -29,7 +29,7 @@ from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.options import LoadOptions, Patience
-from fastload.storage import PatientStorage
+from fastload.storage import CheckpointReader, PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.memory_folder import JobFolder
 from fastload.transfer.routed_plan import HeldRange, Holders
@@ -209,7 +209,7 @@ def connect(path: str, world: World, options: LoadOptions) -> PatientStorage:
     return PatientStorage(storage, Patience(options.retries, world.patience_s / 2))
 
 
-def read_table(storage: PatientStorage, checkpoint: InMemoryCheckpoint) -> tuple[bytes, ShareTable]:
+def read_table(storage: CheckpointReader, checkpoint: InMemoryCheckpoint) -> tuple[bytes, ShareTable]:
     """Reads the table of shares from this host; returns its bytes, too.
 
     Raises:
@@ -219,7 +219,7 @@ def read_table(storage: PatientStorage, checkpoint: InMemoryCheckpoint) -> tuple
     return text, ShareTable.parse(text, checkpoint.manifest.table, f"{storage.url}/{TABLE_NAME}")
 
 
-def read_file(storage: PatientStorage, name: str) -> bytes:
+def read_file(storage: CheckpointReader, name: str) -> bytes:
     """Reads a file.
 
     Raises:

@@ -59,7 +59,7 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockPieces, work_on_parts
-from fastload.storage import Location, PatientStorage, folders, locate
+from fastload.storage import CheckpointReader, Location, folders, locate
 from fastload.storage.base import DEFAULT_WRITES
 from fastload.transfer.links import Wire
 
@@ -79,7 +79,7 @@ class Base:
 
     name: str
     manifest: Manifest
-    storage: PatientStorage
+    storage: CheckpointReader
 
     @property
     def num_deltas(self) -> int:
@@ -243,7 +243,7 @@ def _locate_chain(call: SaveCall, head: Mapping[str, Any]) -> list[Location]:
     return found
 
 
-def _find_other_copy(call: SaveCall, storage: PatientStorage, base: Base) -> str:
+def _find_other_copy(call: SaveCall, storage: CheckpointReader, base: Base) -> str:
     """Returns why a host has no copy of the base; empty if each has one.
 
     Raises:
