@@ -169,13 +169,16 @@ def test_a_policy_names_the_tier(manage: Open, copies: list[Copied]) -> None:
     assert [copied.point.step for copied in copies] == [2, 4, 5, 6]
 
 
-def test_intervals_are_a_policy(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"memory": tmp_path, "options": OPTIONS}
-    intervals = IntervalPolicy(every_steps=3, memory_every_steps=2, memory_copies=1)
-    with CheckpointManager(tmp_path / "a", save_policy=intervals, **given) as manager:
+def test_intervals_are_a_policy(manage: Open) -> None:
+    given: dict[str, Any] = {
+        "every_steps": None,
+        "memory_every_steps": None,
+        "save_policy": IntervalPolicy(every_steps=3, memory_every_steps=2, memory_copies=1),
+    }
+    with manage(**given) as manager:
         assert [step for step in range(1, 9) if manager.should_save(step)] == [2, 3, 4, 6, 8]
     with pytest.raises(OptionError, match="go together"):
-        CheckpointManager(tmp_path / "a", save_policy=intervals, options=OPTIONS)
+        manage(**given, tier=None)
     measured = Measured(1.0, {"storage": 7.0, "memory": 7.0}, {})
     assert IntervalPolicy(every_seconds=7.0).due(1, 0.0, measured) == {"storage"}
     assert IntervalPolicy(every_seconds=7.5).due(1, 0.0, measured) == set()
