@@ -137,12 +137,19 @@ def test_a_damaged_copy_is_passed_over(
         assert manager.restore()["step"] == 4
         assert manager.restored_from == "process", "step 4 is in both"
         assert "step 5 in process cannot be restored: the copy" in caplog.text
-    copies[:] = [copied for copied in copies if copied.point.step == 5]
-    crash(manage(every_steps=1, memory_every_steps=None, tier=None), 3)
-    with manage() as manager:
-        assert manager.restore()["step"] == 3, "the run went on without the tier"
+
+
+def test_the_run_went_on_without_the_tier(
+    manage: Open, copies: list[Copied], caplog: pytest.LogCaptureFixture
+) -> None:
+    crash(manage(), *range(1, 7))
+    crash(manage(every_steps=1, memory_every_steps=None, tier=None), 5)
+    with manage() as manager, caplog.at_level(logging.WARNING, "fastload"):
+        assert manager.latest() == 5
+        assert manager.restore()["step"] == 5
         assert manager.restored_from == "storage"
-        assert copies == []
+    assert "a later one went on without it and saved step 5" in caplog.text
+    assert copies == []
 
 
 def test_what_storage_lacks_at_the_end(manage: Open) -> None:
