@@ -137,12 +137,19 @@ def test_a_damaged_copy_is_passed_over(
         assert manager.restore()["step"] == 4
         assert manager.restored_from == "process", "step 4 is in both"
         assert "step 5 in process cannot be restored: the copy" in caplog.text
-    copies[:] = [copied for copied in copies if copied.point.step == 5]
-    crash(manage(every_steps=1, memory_every_steps=None, tier=None), 3)
-    with manage() as manager:
-        assert manager.restore()["step"] == 3, "the run went on without the tier"
+
+
+def test_the_run_went_on_without_the_tier(
+    manage: Open, copies: list[Copied], caplog: pytest.LogCaptureFixture
+) -> None:
+    crash(manage(), *range(1, 7))
+    crash(manage(every_steps=1, memory_every_steps=None, tier=None), 5)
+    with manage() as manager, caplog.at_level(logging.WARNING, "fastload"):
+        assert manager.latest() == 5
+        assert manager.restore()["step"] == 5
         assert manager.restored_from == "storage"
-        assert copies == []
+    assert "a later one went on without it and saved step 5" in caplog.text
+    assert copies == []
 
 
 def test_what_storage_lacks_at_the_end(manage: Open) -> None:
@@ -169,13 +176,16 @@ def test_a_policy_names_the_tier(manage: Open, copies: list[Copied]) -> None:
     assert [copied.point.step for copied in copies] == [2, 4, 5, 6]
 
 
-def test_intervals_are_a_policy(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"memory": tmp_path, "options": OPTIONS}
-    intervals = IntervalPolicy(every_steps=3, memory_every_steps=2, memory_copies=1)
-    with CheckpointManager(tmp_path / "a", save_policy=intervals, **given) as manager:
+def test_intervals_are_a_policy(manage: Open) -> None:
+    given: dict[str, Any] = {
+        "every_steps": None,
+        "memory_every_steps": None,
+        "save_policy": IntervalPolicy(every_steps=3, memory_every_steps=2, memory_copies=1),
+    }
+    with manage(**given) as manager:
         assert [step for step in range(1, 9) if manager.should_save(step)] == [2, 3, 4, 6, 8]
     with pytest.raises(OptionError, match="go together"):
-        CheckpointManager(tmp_path / "a", save_policy=intervals, options=OPTIONS)
+        manage(**given, tier=None)
     measured = Measured(1.0, {"storage": 7.0, "memory": 7.0}, {})
     assert IntervalPolicy(every_seconds=7.0).due(1, 0.0, measured) == {"storage"}
     assert IntervalPolicy(every_seconds=7.5).due(1, 0.0, measured) == set()
