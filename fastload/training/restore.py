@@ -274,7 +274,8 @@ class CheckpointRestorer:
         """Tells tier and history what was restored, so that checkpoints that are useless now can go."""
         is_stored = chosen.source == STORAGE
         if is_stored and reason:
-            self._warn(f"step {chosen.point.step} is restored from storage: {reason}")
+            level = logging.WARNING if in_tier else logging.INFO  # without any, the job was started anew
+            self._log(level, f"step {chosen.point.step} is restored from storage: {reason}")
         if self._tier is None:
             return
         if step is not None:  # newer ones stay
@@ -301,8 +302,11 @@ class CheckpointRestorer:
         return newest.problem or f"{self._tier.name} has step {step} only"
 
     def _warn(self, text: str) -> None:
+        self._log(logging.WARNING, text)
+
+    def _log(self, level: int, text: str) -> None:
         if self._world.rank == 0:
-            _log.warning("%s", text)
+            _log.log(level, "%s", text)
 
 
 def require_valid(step: Any, arguments: Mapping[str, Any]) -> None:

@@ -540,13 +540,16 @@ def nothing() -> Iterator[None]:
 
 
 @contextmanager
-def warned(name: str) -> Iterator[list[str]]:
+def warned(name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
     lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler, logger = logging.Handler(level), logging.getLogger(name)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(level)
     yield lines
-    logging.getLogger(name).removeHandler(handler)
+    logger.setLevel(before)
+    logger.removeHandler(handler)
 
 
 @ranks(2, ranks_per_host=1)

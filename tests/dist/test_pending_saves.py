@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import signal
@@ -198,7 +199,7 @@ def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> 
         training, storage, root = Training(sharded=False), Storage(), tmp_path / str(num_slots)
         with (
             storage.in_place(),
-            warned("fastload.training.pending") as lines,
+            warned("fastload.training.pending", logging.INFO) as lines,
             manage(root, max_pending_saves=num_slots, keep_every=1) as manager,
         ):
             for step in range(1, num_slots + 1):
