@@ -223,7 +223,8 @@ class CheckpointManager:
             `fastload.training.tier`.
         process_group: As for `fastload.load`.
         storage_options: As for `fastload.load`.
-        options: How to save. A checkpoint of the same step is replaced; `overwrite` has no effect.
+        options: How to save. A checkpoint of the same step is replaced; `overwrite` has no effect. With
+            `trace`, each save has a file of its own, with the name of the checkpoint before the suffix.
 
     Raises:
         StorageError: A host has no place for the memory tier.
@@ -463,13 +464,16 @@ class CheckpointManager:
         queued: QueuedSave | None,
     ) -> SaveHandle | None:
         """Saves; returns the handle of a save in the background."""
-        policy, given = self._policy, self._defaults
+        policy, given, options = self._policy, self._defaults, self._policy.options
+        if options.trace is not None:  # one for each checkpoint: trace-step_00000012.json
+            stem, suffix = os.path.splitext(os.fspath(options.trace))
+            options = replace(options, trace=f"{stem}-{os.path.basename(path)}{suffix}")
         call = make_call(
             path,
             given["process_group"],
             metadata,
             given["storage_options"],
-            policy.options,
+            options,
             problem=problem,
             began=began,
             in_background=policy.async_,

@@ -25,7 +25,8 @@ import fastload
 imported = sorted(set(sys.modules) - before)
 early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.planning.{name}" in sys.modules]
 missing = [name for name in (*sys.argv[1:], *fastload.__all__) if not hasattr(fastload, name)]
-names = [early, missing, "estimate" in dir(fastload), fastload.estimate.sizing.__name__]
+shown = {name for name in dir(fastload) if not name.startswith("_")}
+names = [early, missing, shown == {*fastload.__all__}, fastload.estimate.sizing.__name__]
 print(json.dumps([imported, names]))
 """
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import torch
+
+from fastload import CheckpointManager, SaveOptions
 from fastload.base.stopwatch import Stopwatch
 from fastload.ext.traces.spans import RankTrace, Recorder, Span, chrome_events, to_json
 
@@ -52,3 +56,13 @@ def test_overlapping_spans_of_a_stage_get_lanes_of_their_own() -> None:
         (0, 0.0, 5e6, {}), (1, 1e6, 2e6, {}), (1, 3e6, 2e6, {"nbytes": 3}), (2, 2e6, 2e6, {}),
     ]  # fmt: skip
     assert "".join(to_json([])) == "[]\n"
+
+
+def test_each_save_of_a_manager_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    options = SaveOptions(trace=tmp_path / "trace.json")
+    with CheckpointManager(tmp_path / "run", every_steps=1, options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, {"a": torch.ones(3)})
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("trace*")}
+    assert sorted(found) == ["trace-step_00000001.json", "trace-step_00000002.json"]
+    assert all("step_00000001" in json.dumps(found[name]) for name in found if "1" in name)
