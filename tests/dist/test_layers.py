@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload.base import registry
 from fastload.base.memory import host_bytes
 from fastload.base.registry import extensions
 from fastload.errors import OptionError, UnsupportedVersion
@@ -81,7 +80,7 @@ def test_without_extensions(rank: int, world: int, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "sealed.safetensors")
     fastload.seal(tmp_path / "sealed.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entry_points", lambda group: ())
+        patch.setattr("importlib.metadata.entry_points", lambda group: ())
         extensions.cache_clear()
         for path, name in (("delta", "delta"), ("sealed.safetensors", "seal")):
             with pytest.raises(UnsupportedVersion, match=f"needs the layer '{name}'"):
