@@ -19,12 +19,12 @@ missing = [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}, of the extra docs")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     words = "-m sphinx --quiet --fail-on-warning --keep-going --builder html docs".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_forked([*words, str(tmp_path)], cwd=ROOT, env=environment, timeout=200)
+    done = run_forked([*words, str(tmp_path)], cwd=ROOT, env=environment, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     start = (tmp_path / "index.html").read_text()
     written = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]

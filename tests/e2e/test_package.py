@@ -15,6 +15,8 @@ import pytest
 
 from tests.pages import ROOT, python_blocks
 
+pytestmark = pytest.mark.timeout(500)
+
 LISTED = "--cached --others --exclude-standard"  # what git knows of, or would
 TO_BUILD = "fastload docs launch scripts tests pyproject.toml README.md LICENSE CHANGELOG.md constraints.txt"
 
@@ -52,7 +54,7 @@ print(*sorted(commands), told("--version").split()[-1], fastload.__file__)
 def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
     """Runs a program without anything of the checkout in its environment; returns what it printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=400)
     assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
