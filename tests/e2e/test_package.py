@@ -23,9 +23,8 @@ TO_BUILD = "fastload docs launch scripts tests pyproject.toml README.md LICENSE 
 # A load, a save, the first block of the README, and the help of the command line with that of each of its
 # commands, in one process.
 PROGRAM = """
-import contextlib, io, os, runpy, sys
+import contextlib, io, runpy, sys
 import torch, fastload
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 fastload.save({"weight": torch.ones(3), "step": 4}, "saved")
 state = fastload.load("saved")
 assert state["weight"].tolist() == [1.0] * 3 and state["step"] == 4, state
@@ -41,7 +40,6 @@ model = torch.nn.Linear(3, 2)
 fastload.save(model.state_dict(), "llama")
 exec(sys.argv[2])  # the first block of the README
 assert torch.equal(state["weight"], model.weight)
-torch.distributed.destroy_process_group()
 
 script = sys.argv[1]
 commands = [line.split()[0] for line in told("--help").partition("Commands:")[2].splitlines() if line.strip()]
@@ -139,7 +137,7 @@ def there(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_it_works_away_from_the_checkout(built: tuple[Path, Path], there: Environment) -> None:
     assert "No broken requirements" in there.pip("check")
     readme = python_blocks()["Load 1"]
-    here = {"/checkpoints/": "", 'device="cuda"': 'device="cpu"', "torch.cuda.set_device(": "int("}
+    here = {"/checkpoints/": "", '"cuda"': '"cpu"'}
     for written, replacement in here.items():
         assert written in readme
         readme = readme.replace(written, replacement)
