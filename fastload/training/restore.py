@@ -204,7 +204,10 @@ class CheckpointRestorer:
                     reason = f"step {failed} in {chosen.source} cannot be restored: {error}"
                     self._warn(reason)
             else:
-                self._tell_tier(step, chosen, self._current(in_tier, listing), reason)
+                if chosen.source == STORAGE and reason:
+                    level = logging.WARNING if in_tier else logging.INFO  # without any, the job began anew
+                    self._log(level, f"step {chosen.point.step} is restored from storage: {reason}")
+                self._tell_tier(step, chosen, self._current(in_tier, listing))
                 return state
             finally:
                 self.end_prefetch()
@@ -270,17 +273,13 @@ class CheckpointRestorer:
             given["options"] = replace(options, on_report=on_report)
         return restored, given
 
-    def _tell_tier(self, step: int | None, chosen: Found, in_tier: Sequence[Found], reason: str) -> None:
+    def _tell_tier(self, step: int | None, chosen: Found, in_tier: Sequence[Found]) -> None:
         """Tells tier and history what was restored, so that checkpoints that are useless now can go."""
-        is_stored = chosen.source == STORAGE
-        if is_stored and reason:
-            level = logging.WARNING if in_tier else logging.INFO  # without any, the job was started anew
-            self._log(level, f"step {chosen.point.step} is restored from storage: {reason}")
         if self._tier is None:
             return
         if step is not None:  # newer ones stay
             self._note(in_tier, chosen)
-        elif is_stored:
+        elif chosen.source == STORAGE:
             self._tier.restored(None)  # all are older than the restored one, or incomplete
             self._history.note_void_tier()
             self._has_noted = True
