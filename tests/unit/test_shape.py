@@ -73,7 +73,7 @@ PURE = {
     "geometry/shards.py",
     "transfer/plan.py",
     "planning/doctor/findings.py",
-    "training/cadence.py",
+    "planning/cadence.py",
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",
