@@ -13,7 +13,7 @@ import torch
 
 import fastload
 from fastload.base.registry import all_extensions
-from fastload.formats import extensions as formats
+from fastload.formats import open as formats
 from fastload.formats.names import NAMES
 from fastload.formats.open import header_digest
 from fastload.storage import locate, open_storage

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from fastload.base.units import format_duration
-from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
-from fastload.cli.figures import PNG
+from fastload.cli.console import PNG, csv_option, json_option, print_csv, print_json, stdout, table_of
 from fastload.errors import OptionError
 from fastload.planning import cadence as theory
 from fastload.planning.cadence import Recommendation, Tier, Tiers
