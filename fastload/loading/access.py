@@ -18,7 +18,7 @@ from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
-from fastload.formats.layers import Layer, layers_of
+from fastload.formats.layers import Layer, decoded, layers_of
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
@@ -107,7 +107,7 @@ class OpenCall:
     options: LoadOptions | StageOptions
     connect: Callable[[Location], CheckpointReader]
     arguments: Mapping[str, Any]
-    read: Callable[[Storage], Manifest] = read_manifest
+    read: Callable[[Storage], Manifest]
 
     def open_at(self, location: Location) -> Access:
         """Opens the files at a location on all ranks, without their layers; see `agree_on_access`."""
@@ -150,8 +150,13 @@ def open_access(
         access = opening.open_at(location)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
-            for layer in layers_of(access.stored, dequantize=dequantize):
+            layers = layers_of(access.stored, dequantize=dequantize)
+            if layers and access.stored.guards:  # no layer finds its tensors again elsewhere
+                access = reopen_exactly(world, access)
+            for layer in layers:
                 access = layer.open(access, opening)
+            is_stored, logical = access.logical is access.stored, decoded(access.logical)
+            access = replace(access, stored=logical if is_stored else access.stored, logical=logical)
         except BaseException:
             access.storage.close()
             raise
@@ -324,7 +329,7 @@ def reopen_exactly(world: World, access: Access) -> Access:
     Raises:
         FastloadError: As when it was opened.
     """
-    assert access.logical is access.stored, "a format with guards has no metadata that name a layer"
+    assert access.logical is access.stored, "layers get a manifest without guards"
     storage, stored = access.storage, None
     _log.info("%s: opened again, since layouts were not as inferred", storage.url)
     with world.step(f"reading all layouts of {storage.url}") as step:
