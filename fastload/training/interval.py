@@ -225,7 +225,7 @@ class IntervalController:
         )
         self._storage = _TierInterval(cadence, "saving")
         if policy.memory_copies is not None:
-            self._memory = _TierInterval(cadence, "" if policy.has_memory_interval else "saving to memory")
+            self._memory = _TierInterval(cadence, "" if policy.has_memory_interval else "saving to the tier")
 
     @property
     def storage_s(self) -> float | None:

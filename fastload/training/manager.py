@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -100,9 +100,16 @@ class Policy:
             "best": list(best) if best is not None else None,
             "async_": self.async_,
             "deltas": self.deltas,
-            "max_pending_saves": self.max_pending_saves,  # not `tier`, which may differ between hosts
+            "max_pending_saves": self.max_pending_saves,
+            "tier": _opener(self.tier),  # not where, which may differ between hosts
             **self.options.shared_values(),
         }
+
+
+def _opener(tier: OpenTier | None) -> str:
+    """Returns which function or class opens a tier."""
+    opener: Any = tier.func if isinstance(tier, partial) else tier
+    return getattr(opener, "__qualname__", "") or type(opener).__qualname__
 
 
 def _class_of(policy: object) -> str:
@@ -125,21 +132,23 @@ def _when_to_save(
     Args:
         policy: The caller's policy, or None.
         copies: See `IntervalPolicy.memory_copies`.
-        terms: Further keywords of an `IntervalPolicy`, which have defaults.
-        **intervals: The keywords whose place a policy takes.
+        terms: The keywords whose place a policy takes, and which have defaults.
+        **intervals: The other ones.
 
     Raises:
         OptionError: A value is invalid.
     """
     if policy is None:
         return IntervalPolicy(**intervals, **terms, memory_copies=copies), None
-    _require_policy("save_policy", policy, "due", intervals)
+    defaults = {field.name: field.default for field in fields(IntervalPolicy)}
+    changed = {name: value if value != defaults[name] else None for name, value in terms.items()}
+    _require_policy("save_policy", policy, "due", {**intervals, **changed})
     if type(policy) is IntervalPolicy:  # a subclass may decide otherwise
         of_policy = policy.memory_copies
         return replace(policy, memory_copies=of_policy if copies and of_policy else copies), None
     of_tier = math.inf if copies is not None else None
     never: dict[str, Any] = {"every_seconds": math.inf, "memory_every_seconds": of_tier}
-    return IntervalPolicy(**never, **terms, memory_copies=copies), policy
+    return IntervalPolicy(**never, memory_copies=copies), policy
 
 
 def _tier_of(memory: str | os.PathLike[str] | None, tier: OpenTier | None) -> OpenTier | None:

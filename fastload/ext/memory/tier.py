@@ -15,7 +15,7 @@ import xxhash
 
 from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join, separate_call
-from fastload.comm.observers import observe
+from fastload.comm.observers import Observers, observe
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError, may_be_gone
 from fastload.ext.memory.flush import EmergencyFlush, flush
@@ -254,7 +254,7 @@ class MemoryTier:
             storage_options=None,
             options=_options_in_memory(self._job.options),
             raise_earlier=None,
-            observers=observe(world, None),
+            observers=Observers(),
             began=began,
             problem=problem,
             pool=self._buffers,
@@ -269,6 +269,7 @@ class MemoryTier:
         errors: list[BaseException] = []
         begun: BegunSave | None = None
         try:
+            call = replace(call, observers=observe(world, None))
             begun = begin(call, state)
         except Exception as error:  # `begin` has notified the other ranks; the training continues
             errors.append(error)
@@ -334,7 +335,7 @@ class MemoryTier:
             raise StorageError("with shared=False each host has its own copy there", url=job.catalog.root.url)
         flush(world, self._folder, chosen, partial(job.catalog.target, chosen.step), job.options)
         self._flushed = chosen.manifest.point
-        level = logging.WARNING if world.rank == 0 else logging.DEBUG
+        level = logging.INFO if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", chosen.step)
 
     def _choose(self, checkpoints: Sequence[InMemoryCheckpoint]) -> str:
