@@ -7,6 +7,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 import fastload
 from fastload.base.memory import host_bytes
 from fastload.base.registry import extensions
-from fastload.errors import ManifestError, OptionError, UnsupportedVersion
+from fastload.errors import CheckpointNotFound, ManifestError, OptionError, UnsupportedVersion
 from tests.dist import odd_format
 from tests.dist.harness import ranks
 
@@ -29,7 +30,7 @@ def install(folder: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deflate\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[fastload.layers]\ndeflate = tests.dist.deflate_layer:layer\n"
-        "[fastload.formats]\nodd = tests.dist.odd_format\n"
+        "[fastload.formats]\nodd = tests.dist.odd_format\nnpy = tests.unit.npy_format:npy\n"
     )
     sys.path.insert(0, str(folder))
     extensions.cache_clear()
@@ -104,6 +105,26 @@ def test_a_layer_of_a_format_that_infers_layouts(rank: int, world: int, odd: Pat
     assert torch.equal(fastload.load(odd, options=OPTIONS)["a"], TENSORS["a"])
 
 
+@pytest.fixture
+def arrays(tmp_path: Path) -> Path:
+    (folder := tmp_path / "arrays").mkdir()
+    np.save(folder / "a.npy", TENSORS["a"].numpy())
+    return folder
+
+
+@ranks(2)
+def test_a_rank_that_lacks_the_format(rank: int, world: int, arrays: Path, tmp_path: Path) -> None:
+    if rank == 0:
+        install(tmp_path)
+    with fastload.open(arrays, options=OPTIONS) as checkpoint:
+        assert torch.equal(checkpoint.load()["a"], TENSORS["a"])
+    assert checkpoint.report is not None
+    assert [report.note.partition(",")[0] for report in checkpoint.report.ranks] == [
+        "",
+        "a checkpoint of format 'npy' needs the extension 'npy'",
+    ]
+
+
 @ranks(1)
 def test_a_layer_that_is_not_installed(rank: int, world: int, saved: Path) -> None:
     with pytest.raises(UnsupportedVersion, match="needs the layer 'deflate', which is not installed"):
@@ -128,6 +149,11 @@ def test_without_extensions(rank: int, world: int, tmp_path: Path) -> None:
                 fastload.load(tmp_path / path, options=OPTIONS)
         with pytest.raises(OptionError, match="saving a delta needs the extension 'delta'"):
             fastload.save(TENSORS, tmp_path / "other", options=options)
+        (tmp_path / "items").mkdir()
+        (tmp_path / "items" / "metadata.pkl").touch()
+        save_file(TENSORS, tmp_path / "items" / "weights_0.safetensors")
+        with pytest.raises(CheckpointNotFound, match=r"its metadata\.pkl is for none of the formats"):
+            fastload.load(tmp_path / "items", options=OPTIONS)
         with pytest.raises(OptionError, match="dequantize= needs the extension 'dequantize'"):
             fastload.LoadOptions(dequantize=True)
         with pytest.raises(OptionError, match="deltas= needs the extension 'delta'"):
