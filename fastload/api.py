@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.comm.group import Meeting
-from fastload.formats.layers import layers_of
+from fastload.formats.layers import decoded, layers_of
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
 from fastload.formats.open import read_manifest
@@ -285,4 +285,4 @@ def inspect(
         manifest = read_manifest(storage)
     for layer in layers_of(manifest):
         manifest = layer.inspect(manifest, place, connect, chosen)
-    return manifest
+    return decoded(manifest)

@@ -58,7 +58,7 @@ class Checkpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Its files and tensors, and the place of each tensor; dequantised with `LoadOptions.dequantize`."""
+        """Its files and tensors, and the place of each tensor, as its layers decode them."""
         return self._session.opened.access.logical
 
     @property
@@ -215,13 +215,15 @@ class Checkpoint:
             the last tensor, or left.
 
         Raises:
-            OptionError: With `LoadOptions.dequantize`.
+            OptionError: A layer decodes the checkpoint, as with `LoadOptions.dequantize`.
             MismatchError: There is no tensor of some name, or no such box.
             FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
         """
         access = self._session.opened.access
         if access.logical is not access.stored:
-            raise OptionError("streams hand out tensors as stored: open the checkpoint without dequantize")
+            raise OptionError(
+                "a layer decodes this checkpoint, and streams hand out tensors as stored: use load or read"
+            )
         with self._call():
             streams = extension_module("streams.tensors")
             self._transfer = streams.prepare_stream(self._session, names, device, boxes, borrow=borrow)

@@ -49,7 +49,7 @@ class Policy:
         deltas: Whether to save deltas.
 
     Raises:
-        OptionError: A value is invalid.
+        OptionError: A value is invalid, or the extension for deltas is missing.
     """
 
     root: Location
@@ -66,6 +66,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.deltas, bool):
             raise OptionError(f"deltas={self.deltas!r}: must be True or False")
+        if self.deltas:
+            extension("plan_transforms", "delta", "deltas=")
         if self.options.base is not None:
             raise OptionError(
                 f"base={self.options.base!r}: deltas=True saves each checkpoint as a delta of the one before"
