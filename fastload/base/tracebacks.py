@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from traceback import walk_tb
 from types import FunctionType
@@ -36,13 +36,17 @@ def short_tracebacks(public: T) -> T:
         handled = sys.exc_info()[1]  # by the caller, whose call may be in an `except` block
         try:
             return public(*args, **kwargs)
-        except FastloadError as error:
-            if not _is_expected(error, handled):
+        except FastloadError as raised:
+            if not _is_expected(raised, handled):
                 raise
-            _shorten(error, handled)
-            raise error  # all frames are in the log of fastload at level DEBUG
+            _shorten(raised, handled)
+            error = raised
         finally:
             del args, kwargs, handled  # else error → traceback → frame → error would keep their memory alive
+        try:
+            raise error  # all frames are in the log of fastload at level DEBUG
+        finally:
+            del error  # likewise
 
     return cast(T, call)
 
@@ -71,18 +75,16 @@ def _shorten(error: FastloadError, handled: BaseException | None) -> None:
     causes = (cause for _, cause in _links(error, handled) if isinstance(cause, OSError) and cause.errno)
     if (first := next(causes, None)) is not None:
         first.__cause__ = first.__traceback__ = None
-    error.__cause__, error.__context__ = first, handled
-    error.__suppress_context__ = first is not None
-    error.__traceback__ = None
+    error.__cause__, error.__suppress_context__ = first, first is not None
+    error.__context__ = error.__traceback__ = None  # Python sets both where it is raised
 
 
-def _links(
-    error: BaseException, handled: BaseException | None
-) -> Iterator[tuple[BaseException, BaseException]]:
-    """Yields each error of a chain with the one that it comes from, up to the one that the caller handles."""
+def _links(error: BaseException, handled: BaseException | None) -> list[tuple[BaseException, BaseException]]:
+    """Returns each error of a chain with the one it comes from, up to the one that the caller handles."""
+    links: list[tuple[BaseException, BaseException]] = []
     while True:
         cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if cause is None or cause is handled:
-            return
-        yield error, cause
+        if cause is None or cause is handled or any(cause is known for known, _ in links):
+            return links
+        links.append((error, cause))
         error = cause
