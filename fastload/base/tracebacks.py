@@ -53,13 +53,16 @@ def short_tracebacks(public: T) -> T:
 
 def _is_expected(error: FastloadError, handled: BaseException | None) -> bool:
     """Whether fastload raised an error itself, and all that it comes from is in its message."""
-    *_, (deepest, _) = walk_tb(error.__traceback__)
-    if deepest.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
-        return False
-    return all(
+    return _raised_in(error).partition(".")[0] == _PACKAGE and all(
         isinstance(cause, FastloadError) or (isinstance(of, StorageError) and _is_of_storage(cause))
         for of, cause in _links(error, handled)
     )
+
+
+def _raised_in(error: BaseException) -> str:
+    """Returns the name of the module that raised an error."""
+    *_, (deepest, _) = walk_tb(error.__traceback__)
+    return str(deepest.f_globals.get("__name__"))
 
 
 def _is_of_storage(error: BaseException) -> bool:
@@ -69,8 +72,7 @@ def _is_of_storage(error: BaseException) -> bool:
 
 def _shorten(error: FastloadError, handled: BaseException | None) -> None:
     """Removes the frames, and all causes but the first one with an ``errno``, for callers that test it."""
-    *_, (deepest, _) = walk_tb(error.__traceback__)
-    if deepest.f_globals["__name__"] != __name__:  # else another public function has called this one
+    if _raised_in(error) != __name__:  # else another public function has called this one
         _log.debug("all frames of an error:", exc_info=error)
     causes = (cause for _, cause in _links(error, handled) if isinstance(cause, OSError) and cause.errno)
     if (first := next(causes, None)) is not None:
