@@ -71,7 +71,7 @@ class Launch:
 
     @property
     def init_method(self) -> str:
-        """Where the ranks meet, as ``torch.distributed.init_process_group`` takes it."""
+        """Where the ranks meet, as an ``init_method`` of torch.distributed."""
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
         return f"tcp://{host}:{self.master_port}"
 
