@@ -38,7 +38,7 @@ def run_program(name: str) -> None:
     where_they_met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if dist.is_initialized() else {}
     with (
         mock.patch.dict(os.environ, where_they_met),
-        mock.patch.object(dist, "destroy_process_group", lambda: None),
+        mock.patch.object(dist, "destroy_process_group"),
     ):
         exec(compile(program(name), name, "exec"), {"__name__": "__main__"})
 
