@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -49,5 +50,5 @@ def test_training_loops_pass_mypy(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(code)
     # With the options of the project, so that both share what mypy has kept of torch.
     arguments = ["-m", "mypy", "--no-error-summary", *map(str, sorted(tmp_path.glob("*.py")))]
-    done = run_forked(arguments, cwd=ROOT, timeout=380)
+    done = run_forked(arguments, cwd=ROOT, env=os.environ, timeout=380)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
