@@ -179,7 +179,7 @@ class CheckpointManager:
     other queries. Use it as a context manager, or `close` it::
 
         with fastload.CheckpointManager("runs/7", keep_last=3) as manager:  # saves every 30 minutes
-            state = {"model": model, "optimizer": optimizer, "step": 0}
+            state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
             if manager.latest() is not None:
                 manager.restore(into=state)
             for step in range(state["step"] + 1, ...):
