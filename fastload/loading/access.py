@@ -147,7 +147,7 @@ def open_access(
 
     opening = OpenCall(world, location, options, connect, same, read)
     with world.together():
-        access = opening.open_at(location)
+        access = agree_on_access(world, location.url, partial(connect, location), same, read)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
             for layer in layers_of(access.stored, dequantize=dequantize):

@@ -275,18 +275,6 @@ class Session:
         return is_ready
 
     def run(self, job: Job) -> Loaded | None:
-        """Runs a load on all ranks; see `finish`.
-
-        Raises:
-            FastloadError: A rank failed; the tensors may hold some of their bytes.
-        """
-        try:
-            return self.finish(job)
-        except FastloadError as error:
-            error.is_partial = True
-            raise
-
-    def finish(self, job: Job) -> Loaded | None:
         """Moves the data, agrees with all ranks on the outcome of the load, and restores the state.
 
         Args:
@@ -297,21 +285,26 @@ class Session:
             inferred, or were compared with what a reader that failed has sent.
 
         Raises:
-            FastloadError: A rank failed, or tensors of one memory differ.
+            FastloadError: A rank failed, or tensors of one memory differ. Tensors may hold some of their bytes.
         """
-        responses, broken = self._move(job)
-        access = self.opened.access
-        self.opened = replace(
-            self.opened, access=access.without(broken), num_retries=access.storage.num_retries
-        )
-        kinds = kinds_of(responses)
-        if any(one["is_misread"] for one in kinds) or (broken and any(one["is_unsure"] for one in kinds)):
-            return None
-        raise_differing(access.stored.url, list(dict.fromkeys(chain(*(one["differing"] for one in kinds)))))
-        self.report = _report(job, Reports(RankReport, responses[0]["report"]))
-        if self.opened.world.rank == 0:
-            _warn(self.report, broken)
-        return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+        try:
+            responses, broken = self._move(job)
+            access = self.opened.access
+            self.opened = replace(
+                self.opened, access=access.without(broken), num_retries=access.storage.num_retries
+            )
+            kinds = kinds_of(responses)
+            if any(one["is_misread"] for one in kinds) or (broken and any(one["is_unsure"] for one in kinds)):
+                return None
+            differing = list(dict.fromkeys(chain(*(one["differing"] for one in kinds))))
+            raise_differing(access.stored.url, differing)
+            self.report = _report(job, Reports(RankReport, responses[0]["report"]))
+            if self.opened.world.rank == 0:
+                _warn(self.report, broken)
+            return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+        except FastloadError as error:
+            error.is_partial = job.matched.match.writer is None  # which else has taken the bytes
+            raise
 
     def _move(self, job: Job) -> tuple[list[dict[str, Any]], Collection[int]]:
         """Moves all data, those of readers that fail too.
@@ -341,20 +334,19 @@ class Session:
         try:
             with self.opened.world.step(what, is_long=True) as step:
                 with observers.ending("load", job.matched.start.at_s):
-                    self._run_rounds(passes[-1])
+                    try:
+                        passes[-1].run()
+                    except Interrupted as error:
+                        if not self.is_closed:
+                            raise
+                        # Perhaps no other rank has failed.
+                        closed = f"{self.stored.url}: this checkpoint was closed during a load"
+                        raise WorldError(closed) from error
                     response = _response(passes)
                 step.answer(response)
         finally:
             observers.close({"what": what, "bytes_wanted": job.bytes_wanted})
         return step.answers
-
-    def _run_rounds(self, job: Job) -> None:
-        try:
-            job.run()
-        except Interrupted as error:
-            if self.is_closed:  # perhaps no other rank has failed
-                raise WorldError(f"{self.stored.url}: this checkpoint was closed during a load") from error
-            raise
 
     def _open_rest_on_all(self, job: Job, unread_from: Mapping[int, int]) -> Job:
         """Opens the load of what failed readers did not read; see `open_rest`."""

@@ -354,18 +354,21 @@ class ChunkReader:
         if (cached := self.cached) is not None:
             byte_ranges, buffers = cached.fill(byte_ranges, buffers)
         for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
-            self._read_guarded(group)
+            if self._guards is None:
+                self._read_range(*_joined(group))
+            else:
+                self._read_guarded(group, self._guards)
             if self._verifier is not None:
                 for byte_range, taken in group:
                     self._verifier.check(byte_range, taken, self._read_again)
                     self.verified.add(byte_range.nbytes)
 
-    def _read_guarded(self, group: list[Part]) -> None:
+    def _read_guarded(self, group: list[Part], guards: Guards) -> None:
         """Reads adjacent byte ranges and their guards with one request; guards further ahead take another."""
         parts: list[Part] = []
         heads: list[tuple[memoryview, bytes]] = []
         for byte_range, taken in group:
-            guard = self._guards.before(byte_range) if self._guards is not None else None
+            guard = guards.before(byte_range)
             if guard is not None:
                 begin, head = guard
                 heads.append((memoryview(bytearray(len(head))), head))
@@ -376,8 +379,8 @@ class ChunkReader:
                     self._read_range(before, [heads[-1][0]])
             parts.append((byte_range, taken))
         self._read_range(*_joined(parts))
-        if self._guards is not None and any(found != head for found, head in heads):
-            self._guards.is_broken = True
+        if any(found != head for found, head in heads):
+            guards.is_broken = True
 
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         file, storage, pace = self._files[byte_range.file], self._storage, self.pace

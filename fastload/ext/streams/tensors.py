@@ -304,7 +304,7 @@ class StreamTransfer:
                     errors.insert(0, self._cause)
                 job = self._job
                 streamed = _Streamed(job.matched, job.bytes_wanted, job.writer, job.pipeline, errors)
-                self._session.finish(streamed)
+                self._session.run(streamed)
         finally:
             self._is_over = True
             self._stream_buffer.close()
