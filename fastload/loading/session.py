@@ -285,7 +285,7 @@ class Session:
             inferred, or were compared with what a reader that failed has sent.
 
         Raises:
-            FastloadError: A rank failed, or tensors of one memory differ. Tensors may hold some of their bytes.
+            FastloadError: A rank failed, or tensors of one memory differ. Some may have new bytes by then.
         """
         try:
             responses, broken = self._move(job)
