@@ -30,12 +30,12 @@ from obstore.store import AzureStore, HTTPStore, from_url
 
 from fastload.base.threads import in_threads
 from fastload.errors import OptionError, StorageError
+from fastload.ext.remote.azure import url_of, wait_for_copy
+from fastload.ext.remote.s3_settings import S3Settings, is_on, resolve
 from fastload.options import Patience
-from fastload.storage.azure import url_of, wait_for_copy
 from fastload.storage.base import HEAD_BYTES, FileStat, Folder, Names, ObjectWriter, WritableStorage, is_page
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
-from fastload.storage.s3_settings import S3Settings, is_on, resolve
 
 T = TypeVar("T")
 
