@@ -2,7 +2,7 @@
 
 The names of the files tell the format of a directory, the first bytes that of a single file. If no built-in
 format fits, those of other packages are asked, which are entry points of ``fastload.formats``. A built-in
-format is a module or package in this one, which is imported when it is needed. It has some of::
+format is a module of this package or of ``fastload.ext.formats``, imported if it fits. It has some of::
 
     read_folder(storage, names, exact=…)      the manifest of a directory
     read_file(storage, name, stat, exact=…)   the manifest of a single file
@@ -20,7 +20,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from fastload.base.registry import extension, extensions
+from fastload.base.registry import extension, extension_module, extensions
 from fastload.errors import CheckpointNotFound, ManifestError, OptionError
 from fastload.formats.layers import SEAL, layer
 from fastload.formats.manifest import Manifest
@@ -66,6 +66,7 @@ _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # 
         "torch_save.folder",
     ),
 )
+_OWN_MODULES = ("record", "safetensors.reader")  # the others are those of an extension
 _OWN_RECORD = RECORD_NAME, "record"
 _RECORDS = {"dcp": (METADATA_NAME, "dcp.reader")}
 _BUILT_IN = ("fastload", "safetensors", "torch", "dcp")  # `Manifest.format`
@@ -297,7 +298,9 @@ def _file_format(head: bytes) -> Any:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"fastload.formats.{name}")
+    if name in _OWN_MODULES:
+        return import_module(f"fastload.formats.{name}")
+    return extension_module(f"formats.{name}")
 
 
 def _without_files(url: str, names: Sequence[str]) -> str:

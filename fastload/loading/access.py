@@ -37,8 +37,8 @@ from fastload.options import LoadOptions, Patience, StageOptions
 from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
 
 if TYPE_CHECKING:
-    from fastload.transfer.read import HeldBytes
-    from fastload.transfer.routed_plan import Holders
+    from fastload.transfer.read import CachedBytes
+    from fastload.transfer.routed_plan import Supply
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _NUM_READERS = 8
 
 @dataclass(frozen=True)
 class Access:
-    """An open checkpoint and its readers; the same on every rank, but for `storage` and `held`.
+    """An open checkpoint and its readers; the same on every rank, but for `storage` and `cached`.
 
     Attributes:
         storage: The storage that this rank reads from.
@@ -62,10 +62,10 @@ class Access:
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, the reason.
         shared: Whether all ranks read through one link (object store, network file system).
-        holders: The readers of each byte; None if every reader has all of them.
-        held: The bytes that this rank has in its own memory; None if no rank has any.
-        parts: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and so
-            on, the complete one last. `logical` of each is what it stands for together with those after it.
+        supply: The readers of each byte; None if every reader has all of them.
+        cached: The bytes that this rank has in its own memory; None if no rank has any.
+        components: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and
+            so on, the complete one last. `logical` of each is what it stands for with those after it.
         layers: Layers that serve loads.
     """
 
@@ -77,9 +77,9 @@ class Access:
     readers: tuple[int, ...]
     notes: Mapping[int, str]
     shared: bool
-    holders: Holders | None = None
-    held: HeldBytes | None = None
-    parts: tuple[Access, ...] = ()
+    supply: Supply | None = None
+    cached: CachedBytes | None = None
+    components: tuple[Access, ...] = ()
     layers: tuple[Layer, ...] = ()
 
     @property
@@ -155,7 +155,7 @@ def open_access(
 
     opening = OpenCall(world, location, options, connect, same, read)
     with world.together():
-        access = opening.open_at(location)
+        access = agree_on_access(world, location.url, partial(connect, location), same, read)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
             layers = layers_of(access.stored, dequantize=dequantize)

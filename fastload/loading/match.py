@@ -100,8 +100,8 @@ class Match:
         is_in_place: Whether all is done once the destinations have their bytes: `finish` changes nothing.
         left_out: What is not loaded although it is wanted; see `LoadReport`.
         surplus: What the checkpoint has beyond that.
-        writer: Takes the bytes of a stream, whose `destinations` have no memory; None for a load into
-            tensors that all exist at its end.
+        writer: Takes the bytes into a buffer, if `destinations` have no memory; None for a load into tensors
+            that all exist at its end.
         is_mapped: Whether tensors are views of mapped files, so that no bytes are read.
         bytes_patched: Bytes of tensors that `finish` patches; see `fastload.ext.deltas.patch`.
         aliases: Memory of several tensors of the checkpoint, with what is written there.

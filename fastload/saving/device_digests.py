@@ -191,13 +191,13 @@ class PendingDigests:
     Args:
         reader: Reads this rank's tensors.
         ranges: The ranges, at multiples of `ALIGN_BYTES`.
-        num_held: What is queued later on the caller's streams waits for so many ranges, the first ones.
+        num_first: What is queued later on the caller's streams waits for so many ranges, the first ones.
 
     Raises:
         MemoryError: A device has too little memory.
     """
 
-    def __init__(self, reader: StateReader, ranges: Sequence[ShardRange], *, num_held: int = 0) -> None:
+    def __init__(self, reader: StateReader, ranges: Sequence[ShardRange], *, num_first: int = 0) -> None:
         tensors = [reader.part(each.tensor, each.shard.box) for each in ranges]
         self._devices = [tensor.device for tensor in tensors]
         lengths = defaultdict[torch.device, list[int]](list)
@@ -215,11 +215,11 @@ class PendingDigests:
         with self._streams.current():
             for digester in digesters.values():
                 digester.begin()
-            add(slice(num_held))
-        if num_held:
+            add(slice(num_first))
+        if num_first:
             self._streams.hold_caller()
         with self._streams.current():
-            add(slice(num_held, None))
+            add(slice(num_first, None))
             self._sums = {device: digester.finish() for device, digester in digesters.items()}
             self._is_over = follow(self._streams.devices)
 

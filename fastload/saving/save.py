@@ -218,7 +218,7 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
     """
     try:
         with call.world.together():
-            yield begun.agreed or agree(call, begun.plan.state, went_on=True)[1]
+            yield begun.agreed or agree(call, begun.plan.state, has_copied=True)[1]
     except BaseException:
         if begun.snapshot is not None:
             begun.snapshot.cancel()

@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, Protocol
 
-from fastload.base.registry import extension, extensions
+from fastload.base.registry import extension, extension_module, extensions
 from fastload.errors import FastloadError, OptionError
 from fastload.options import Patience
 from fastload.storage import single_file
@@ -216,10 +216,9 @@ def open_target(
     root = locate(f"{scheme}://{parent}")
     if scheme in _S3 - registered_storages.keys():
         require_packages(root, "remote", "obstore")
-        from fastload.storage.s3 import Multipart, S3Storage
-
-        s3 = S3Storage(root, names, options, patience)
-        return ObjectTarget(location.url, s3, name, names, Multipart(s3, names))
+        uploads = extension_module("remote.s3")
+        s3 = uploads.S3Storage(root, names, options, patience)
+        return ObjectTarget(location.url, s3, name, names, uploads.Multipart(s3, names))
     parent_storage = _open_writable(root, names, options, patience)
     streams = Streams(parent_storage, timeout_s=patience.timeout_s)
     return ObjectTarget(location.url, parent_storage, name, names, streams)
@@ -272,9 +271,10 @@ def _open_url(
         return _open_registered(location, options)
     if location.scheme in OBJECT_STORES | HTTP:
         require_packages(location, "remote", "obstore")
-        from fastload.storage.obstore import ObjectStorage
-
-        return ObjectStorage(location, names, options, patience)
+        storage: Storage = extension_module("remote.obstore").ObjectStorage(
+            location, names, options, patience
+        )
+        return storage
     if location.scheme == _HUB or location.scheme in extensions("storages"):
         opener: StorageOpener = extension("storages", location.scheme, f"{location.scheme}://")
         return opener(location, options, io=io, patience=patience)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import ManifestError
-from fastload.formats.torch_save.unpickle import (
+from fastload.ext.formats.torch_save.unpickle import (
     Global,
     PersistentId,
     PickledCall,

@@ -84,7 +84,7 @@ def stage(
 
 def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
     """Returns what is staged, and where to: first the bases of a delta, next to its copy."""
-    parts = access.parts or (access,)
+    parts = access.components or (access,)
     bases = [part.stored.delta.base for part in parts if part.stored.delta is not None]
     paths = [path, *(os.path.join(os.path.dirname(path), base) for base in bases)]
     if len(set(paths)) < len(paths):

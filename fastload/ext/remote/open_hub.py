@@ -12,6 +12,6 @@ from fastload.storage import Location, Storage, require_packages
 def open_hub(location: Location, options: Mapping[str, Any], *, io: str, patience: Patience) -> Storage:
     """Opens a repository, or a directory or file in it; see `fastload.storage.StorageOpener`."""
     require_packages(location, "hub", "huggingface_hub", "obstore")
-    from fastload.ext.hub.storage import HubStorage
+    from fastload.ext.remote.hub import HubStorage
 
     return HubStorage(location, options, io=io, attempt_s=patience.attempt_s)

@@ -26,7 +26,7 @@ from fastload.comm.group import join, rank_in, separate_call
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
-from fastload.ext.convert.torch_file import TorchLayout, join_crcs, lay_out_torch
+from fastload.ext.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry

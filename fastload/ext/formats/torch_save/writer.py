@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 from fastload.errors import OptionError
-from fastload.formats.decoder import decode_state
-from fastload.formats.dtypes import torch_spec
-from fastload.formats.manifest import TensorEntry
-from fastload.formats.state import leaves
-from fastload.formats.torch_save.archive import (
+from fastload.ext.formats.torch_save.archive import (
     ALIGNMENT,
     END,
     END_64,
@@ -34,8 +30,12 @@ from fastload.formats.torch_save.archive import (
     PADDING,
     ZipRecord,
 )
-from fastload.formats.torch_save.state import TYPED_STORAGES
-from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
+from fastload.ext.formats.torch_save.state import TYPED_STORAGES
+from fastload.ext.formats.torch_save.unpickle import pickled_calls, unpickle
+from fastload.formats.decoder import decode_state
+from fastload.formats.dtypes import torch_spec
+from fastload.formats.manifest import TensorEntry
+from fastload.formats.state import leaves
 from fastload.geometry.box import row_major
 
 _MOST_NAMES = 20

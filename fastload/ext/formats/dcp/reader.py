@@ -24,7 +24,12 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, Item, parse_dcp_metadata
+from fastload.ext.formats.dcp.metadata import ChunkedTensor, DcpMetadata, Item, parse_dcp_metadata
+from fastload.ext.formats.torch_save import zip_file
+from fastload.ext.formats.torch_save.archive import TAIL_BYTES
+from fastload.ext.formats.torch_save.state import encode_pickle
+from fastload.ext.formats.torch_save.unpickle import Global, PickledCall, unpickle
+from fastload.ext.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
@@ -38,11 +43,6 @@ from fastload.formats.reading import (
     reads_at_once,
     stat_all,
 )
-from fastload.formats.torch_save import zip_file
-from fastload.formats.torch_save.archive import TAIL_BYTES
-from fastload.formats.torch_save.state import encode_pickle
-from fastload.formats.torch_save.unpickle import Global, PickledCall, unpickle
-from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.formats.values import BYTES_IO
 from fastload.geometry.box import Box
