@@ -23,7 +23,8 @@ def prefetch(session: Session) -> None:
     """
     if session.supplier is not None:
         return
-    if session.opened.access.parts:  # a model that holds the base needs no more
+    parts = session.opened.access.parts
+    if parts and parts[0].stored.delta is not None:  # a model that holds the base needs no more
         prefetch(session.part(0))
         return
     session.supplier = supplier = Prefetch()
