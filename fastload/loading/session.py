@@ -107,10 +107,14 @@ class Session:
         self, world: World, access: Access, options: LoadOptions, observers: Observers | None = None
     ) -> None:
         verifier = Verifier(access.stored) if access.stored.block_bytes and options.verify else None
-        if observers is None:
-            observers = observe(world, options.trace)
-        with world.together():
-            observers.begin(access.hosts)
+        try:
+            if observers is None:
+                observers = observe(world, options.trace)
+            with world.together():
+                observers.begin(access.hosts)
+        except BaseException:
+            access.storage.close()
+            raise
         self.opened = Opened(world, access, options, verifier, observers, access.storage.bytes_read)
         self.report: LoadReport | None = None
         self.supplier: Supplier | None = None
