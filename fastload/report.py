@@ -197,14 +197,15 @@ class LoadReport(_Report):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(_Report):
-    """The report of a verification without damage over all ranks; the same on every rank.
+    """The report of reading a complete checkpoint, to verify or to seal it; the same on every rank.
 
     Attributes:
         url: The checkpoint.
         num_files: Number of files.
-        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks. A file
-            with an SHA-256 of the Hugging Face hub is one.
+        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks. 0 if the files were
+            compared with the SHA-256 of the Hugging Face hub.
         nbytes: Bytes of its tensors.
+        outcome: ``intact``, or ``sealed`` by `fastload.seal`, which computes the checksums.
         ranks: One entry per rank.
     """
 
@@ -212,17 +213,16 @@ class VerifyReport(_Report):
     num_files: int
     num_blocks: int
     nbytes: int
+    outcome: str = "intact"
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        return (
-            f"{self.url}: intact: {count(self.num_blocks, 'block')}, {format_bytes(self.nbytes)}"
-            f" in {self.total_s:.2f} s"
-        )
+        compared = count(self.num_blocks, "block") if self.num_blocks else count(self.num_files, "file")
+        return f"{self.url}: {self.outcome}: {compared}, {format_bytes(self.nbytes)} in {self.total_s:.2f} s"
 
     @property
     def bytes_verified(self) -> int:
-        """Data bytes checked, over all ranks; more than `nbytes` if hosts have their own copies."""
+        """Data bytes checked or hashed, over all ranks; more than `nbytes` if hosts have their own copies."""
         return sum(rank.bytes_verified for rank in self.ranks)
 
 
