@@ -123,7 +123,7 @@ __all__ = [
 
 
 _EXTENSIONS = "fastload.ext."
-# What a load needs nothing of.
+# Imported on first use.
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
@@ -140,7 +140,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a load needs nothing of when it is first used."""
+    """Imports a public name on first use."""
     if name in ("estimate", "policies"):
         return import_module(f"fastload.{name}")
     if name not in _MODULES:

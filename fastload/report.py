@@ -138,8 +138,9 @@ class LoadReport(_Report):
         depth: Rounds in flight at once.
         left_out: Values that were wanted and not loaded: `PerRank` values of another number of ranks (see
             `LoadOptions.per_rank_mismatch`), and, with ``strict=False``, values that fastload cannot load.
-        source: ``storage``, or ``memory`` if a `CheckpointManager` restored it from its memory tier.
-        source_why: Why a manager with a memory tier used this source.
+        source: ``storage``, or the name of the tier that a `CheckpointManager` restored it from, such as
+            ``memory``.
+        source_why: Why a manager with a tier used this source.
         ranks: One entry per rank.
     """
 
@@ -278,8 +279,8 @@ class SaveReport(_Report):
         why_complete: Why it is complete, if a delta was wanted.
         came_instead_of: URLs of earlier saves that were skipped, since this one was newer when storage was
             free; see `CheckpointManager`.
-        tier: ``storage``, or ``memory`` if a `CheckpointManager` saved it to its memory tier. Then `url` is
-            where storage would have it.
+        tier: ``storage``, or the name of the tier that a `CheckpointManager` saved it to, such as ``memory``.
+            Then `url` is where storage would have it.
         ranks: One entry per rank.
     """
 

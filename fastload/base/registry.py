@@ -1,4 +1,8 @@
-"""Extensions: those in ``fastload.ext``, and entry points of the groups ``fastload.KIND`` of any package."""
+"""Extensions: modules of ``fastload.ext``, and entry points of the groups ``fastload.KIND``.
+
+Packages may bring commands, formats and layers of any name. Of the other kinds the core asks for names that
+it knows, such as the observer ``trace``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extension:
-    """An object of another package, which is imported when it is needed.
+    """What an entry point stands for, imported when it is needed.
 
     Attributes:
         kind: The group of entry points, without ``fastload.``.
