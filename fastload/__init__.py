@@ -146,8 +146,13 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]
-    is_extension = module.startswith(_EXTENSIONS)
-    found = extension_module(module.removeprefix(_EXTENSIONS)) if is_extension else import_module(module)
+    if module.startswith(_EXTENSIONS):
+        try:
+            found = extension_module(module.removeprefix(_EXTENSIONS))
+        except OptionError as error:
+            raise AttributeError(str(error)) from None  # for hasattr
+    else:
+        found = import_module(module)
     globals()[name] = getattr(found, name)
     return globals()[name]
 
