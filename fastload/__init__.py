@@ -49,13 +49,13 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 if TYPE_CHECKING:
     from fastload import estimate, policies
     from fastload.ext.checksums.api import seal
+    from fastload.ext.random_state import random_state
     from fastload.ext.redistribute import redistribute
     from fastload.ext.staging.api import stage
     from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
-    from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
 
 __all__ = [
@@ -129,7 +129,7 @@ _MODULES = {
     "SaveHandle": "fastload.saving.background",
     "Version": "fastload.ext.watch",
     "Watch": "fastload.ext.watch",
-    "random_state": "fastload.training.random_state",
+    "random_state": "fastload.ext.random_state",
     "redistribute": "fastload.ext.redistribute",
     "seal": "fastload.ext.checksums.api",
     "save_stream": "fastload.ext.streams.save",

@@ -18,6 +18,8 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+_PREFIX = "fastload."
+
 
 @dataclass(frozen=True)
 class Extension:
@@ -85,9 +87,19 @@ def extension(kind: str, name: str, what: str) -> Any:
     return found.load()
 
 
-@cache
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any."""
+    return all_extensions().get(kind, {})
+
+
+@cache
+def all_extensions() -> Mapping[str, Mapping[str, Extension]]:
+    """Returns the extensions of all kinds, by kind and name: a search reads the metadata of every package."""
     from importlib.metadata import entry_points  # most programs ask for none
 
-    return {point.name: Extension(kind, point) for point in entry_points(group=f"fastload.{kind}")}
+    points = entry_points()
+    kinds = {group: group.removeprefix(_PREFIX) for group in points.groups if group.startswith(_PREFIX)}
+    return {
+        kind: {point.name: Extension(kind, point) for point in points.select(group=group)}
+        for group, kind in kinds.items()
+    }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.manifest import Manifest
-from fastload.loading.background_reads import BackgroundReads
 from fastload.loading.prepare import Opened
 from fastload.loading.session import Session, Supply
 from fastload.transfer.plan import Chunk, plan_transfer
+from fastload.transfer.read import BackgroundReads
 from fastload.transfer.routed_plan import HeldRange, Holders
 
 _UNBOUNDED_BYTES = 1 << 62

@@ -13,6 +13,7 @@ import torch
 
 from fastload.base.registry import extension_module
 from fastload.base.threads import ProcessLock
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
 from fastload.formats.manifest import Manifest
@@ -40,6 +41,7 @@ class OngoingTransfer(Protocol):
         ...
 
 
+@short_tracebacks
 class Checkpoint:
     """A checkpoint that all ranks of a group have open. Made by `fastload.open`.
 

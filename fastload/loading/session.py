@@ -21,12 +21,11 @@ from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.aliases import raise_differing
-from fastload.loading.background_reads import BackgroundReads
 from fastload.loading.match import Match, Request
 from fastload.loading.prepare import Job, LoadStart, Opened, accept, open_rest, prepare, terms_of
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
-from fastload.transfer.read import HeldBytes, Verifier
+from fastload.transfer.read import BackgroundReads, HeldBytes, Verifier
 from fastload.transfer.routed_plan import Holders
 
 _log = logging.getLogger(__name__)

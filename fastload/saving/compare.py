@@ -19,7 +19,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fastload.base.bit_digests import ALIGN_BYTES
 from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch, some_of
@@ -27,7 +26,7 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.dtensors import is_dtensor
-from fastload.saving.device_digests import PendingDigests
+from fastload.saving.device_digests import ALIGN_BYTES, PendingDigests
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader

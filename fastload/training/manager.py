@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from fastload.base.registry import extension
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
 from fastload.errors import FastloadError, OptionError, WorldError
@@ -170,6 +171,7 @@ def _tier_of(memory: str | os.PathLike[str] | None, tier: OpenTier | None) -> Op
     return partial(open_tier, directory=path if path == "auto" else os.path.abspath(path))
 
 
+@short_tracebacks
 class CheckpointManager:
     """Saves the states of a training below one root, applies rules of retention, and restores the newest.
 
@@ -177,7 +179,7 @@ class CheckpointManager:
     other queries. Use it as a context manager, or `close` it::
 
         with fastload.CheckpointManager("runs/7", keep_last=3) as manager:  # saves every 30 minutes
-            state = {"model": model, "optimizer": optimizer, "step": 0}
+            state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
             if manager.latest() is not None:
                 manager.restore(into=state)
             for step in range(state["step"] + 1, ...):

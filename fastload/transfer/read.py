@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,9 +16,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastload.base.memory import copy_flat
+from fastload.base.memory import allocate_staging, copy_flat, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import checksum
@@ -435,3 +437,53 @@ def _joined(group: Sequence[Part]) -> Part:
         buffers += taken
         at = byte_range.end
     return first._replace(nbytes=at - first.offset), buffers
+
+
+class BackgroundReads:
+    """Reads of this rank into memory of their own.
+
+    Args:
+        reader: Reads the chunks, in the background.
+        chunks: The byte ranges of each.
+
+    Raises:
+        MemoryError: There is too little memory.
+    """
+
+    def __init__(self, reader: ChunkReader, chunks: Sequence[Sequence[ByteRange]]) -> None:
+        self.reader = reader
+        self._parts: list[tuple[ByteRange, Tensor]] = []
+        self._reads: deque[Future[None]] = deque()
+        rest = allocate_staging(sum(each.nbytes for chunk in chunks for each in chunk), pinned=False)
+        for chunk in filter(None, chunks):
+            nbytes = sum(each.nbytes for each in chunk)
+            self._reads.append(reader.submit(chunk, [host_view(rest[:nbytes])]))
+            for each in chunk:
+                self._parts.append((each, rest[: each.nbytes]))
+                rest = rest[each.nbytes :]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no read is under way."""
+        return all(read.done() for read in self._reads)
+
+    def wait(self, world: World) -> HeldBytes:
+        """Waits for all reads.
+
+        Raises:
+            FastloadError: A read failed, or another rank did (`Interrupted`).
+        """
+        try:
+            while self._reads:
+                # No frame refers to it: else error → traceback → frame → read → error would keep the memory.
+                world.await_work(self._reads.popleft(), partial(self.reader.overdue, 0.0))
+        except BaseException:
+            self.reader.stop()
+            raise
+        return HeldBytes(self._parts)
+
+    def close(self, *, wait_s: float) -> None:
+        """Ends the threads of the reader, and reads that nobody waits for."""
+        if self._reads:
+            self.reader.stop()
+        self.reader.close(wait_s=wait_s)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastload
 from fastload.errors import ChecksumError, FastloadError, PeerError
-from fastload.loading import background_reads
 from fastload.transfer import pipeline
+from fastload.transfer import read as reading
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist import faults
 from tests.dist.faults import CHUNK_BYTES, TIMEOUT_S, die, fastload_threads
@@ -92,14 +92,14 @@ def test_a_load_reads_only_what_did_not_fit(rank: int, world: int, tmp_path: Pat
 def noted_memory(patch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Returns a function that counts the bytes of what was read ahead that are still in memory."""
     made: list[weakref.ref[torch.Tensor]] = []
-    real = background_reads.allocate_staging
+    real = reading.allocate_staging
 
     def allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
         tensor = real(nbytes, pinned=pinned)
         made.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[arg-type]
         return tensor
 
-    patch.setattr(background_reads, "allocate_staging", allocate)
+    patch.setattr(reading, "allocate_staging", allocate)
     return lambda: sum(one.nbytes() for ref in made if (one := ref()) is not None)
 
 

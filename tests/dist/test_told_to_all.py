@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import fastload
-from fastload.base import registry
+from fastload.base.registry import all_extensions
 from fastload.comm import observers
 from fastload.errors import UnsupportedVersion
 from fastload.integrations import torch_checkpointing
@@ -391,14 +392,14 @@ def installation(place: Place) -> Iterator[None]:
     """On the bad rank, one without the extensions."""
     with pytest.MonkeyPatch.context() as patch:
         if place.bad:
-            patch.setattr("importlib.metadata.entry_points", lambda group: [])
+            patch.setattr("importlib.metadata.entry_points", EntryPoints)
             patch.setitem(sys.modules, "fastload.ext.prefetch", None)
             patch.setitem(sys.modules, "fastload.ext.streams.tensors", None)
-        registry.extensions.cache_clear()
+        all_extensions.cache_clear()
         try:
             yield
         finally:
-            registry.extensions.cache_clear()
+            all_extensions.cache_clear()
 
 
 @case("needs the layer 'delta'")

@@ -297,7 +297,7 @@ def test_an_option_that_only_one_rank_can_check_is_a_usage_error(
     statuses = []
     for cause in (OptionError("no such directory"), StorageError("no answer")):
         error = PeerError("failed on 1 of 2 ranks", {0: cause})
-        monkeypatch.setattr("fastload.ext.convert.separate_call", Mock(side_effect=error))
+        monkeypatch.setattr("fastload.ext.convert.command.separate_call", Mock(side_effect=error))
         statuses.append(run_here("convert", str(tmp_path), str(tmp_path / "new")).exit_code)
     assert statuses == [2, 1]
 

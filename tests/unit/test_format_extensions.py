@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fastload
-from fastload.base.registry import extensions
-from fastload.formats import extensions as formats
+from fastload.base.registry import all_extensions
+from fastload.formats import open as formats
 from fastload.formats.names import NAMES
 from fastload.formats.open import header_digest
 from fastload.storage import locate, open_storage
@@ -34,9 +34,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "[fastload.formats]\nlost = nowhere:format\nnpy = tests.unit.npy_format:npy\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    extensions.cache_clear()
+    all_extensions.cache_clear()
     yield
-    extensions.cache_clear()
+    all_extensions.cache_clear()
 
 
 @pytest.fixture

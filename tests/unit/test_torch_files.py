@@ -26,9 +26,9 @@ from torch.nn import Parameter
 import fastload
 from fastload.base.memory import byte_view
 from fastload.errors import ManifestError, OptionError
+from fastload.ext.convert.torch_file import lay_out_torch
 from fastload.formats.torch_save.state import StorageRef
 from fastload.formats.torch_save.unpickle import Global
-from fastload.formats.torch_save.writer import lay_out_torch
 from tests.soak.torch_files import soak
 from tests.torch_files import Call, Stored, pickled, tensor, zipped
 

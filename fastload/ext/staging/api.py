@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
 from fastload.errors import CheckpointExists, OptionError
 from fastload.ext.staging.stage import Stage
@@ -19,6 +20,7 @@ from fastload.storage import local_directory, locate, name_of
 Path = str | os.PathLike[str]
 
 
+@short_tracebacks
 def stage(
     src: Path,
     dst: Path,

@@ -11,7 +11,7 @@ import click
 import numpy as np
 from rich.filesize import decimal
 
-from fastload.cli.figures import DASHED, GRID, INK, PNG, new_figure, save_png
+from fastload.cli.console import DASHED, GRID, INK, PNG, new_figure, save_png
 from fastload.errors import FastloadError
 
 Intervals = list[tuple[float, float]]

@@ -26,12 +26,12 @@ from fastload.comm.group import join, rank_in, separate_call
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
+from fastload.ext.convert.torch_file import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import CONFIG_NAME, INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
 from fastload.formats.state import leaves, optimizer_tensors, own_view, raise_refused
-from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.box import Box, row_major, runs_of
 from fastload.geometry.dtensors import is_dtensor, local_parts

@@ -1,0 +1,1 @@
+"""Any checkpoint in another format: safetensors, a file of torch.save, or a directory of DCP."""
