@@ -133,7 +133,7 @@ class JoinLayer(Layer):
     """Makes a checkpoint of two."""
 
     def open(self, access: Access, call: OpenCall) -> Access:
-        return replace(access, components=(access, access))
+        return replace(access, parts=(access, access))
 
 
 join = JoinLayer()
