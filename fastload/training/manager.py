@@ -364,7 +364,8 @@ class CheckpointManager:
         """
         world, what = self._world, f"managing the checkpoints in {self._catalog.root}"
         with world.ending(), world.step(what) as comparing:
-            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": new_token()}
+            incarnation = new_token() if world.rank == 0 else ""
+            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": incarnation}
             comparing.answer({**view, "same": self._policy.shared_values()})
         views = comparing.answers
         require_same([view["same"] for view in views])
