@@ -139,6 +139,10 @@ _MODULES = {
 }
 
 
+class _MissingExtension(OptionError, AttributeError):
+    """What `hasattr` takes for a missing attribute."""
+
+
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use."""
     if name in ("estimate", "policies"):
@@ -150,7 +154,7 @@ def __getattr__(name: str) -> Any:
         try:
             found = extension_module(module.removeprefix(_EXTENSIONS))
         except OptionError as error:
-            raise AttributeError(str(error)) from None  # for hasattr
+            raise _MissingExtension(str(error)) from None
     else:
         found = import_module(module)
     globals()[name] = getattr(found, name)
