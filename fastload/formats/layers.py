@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.base.registry import extensions
+from fastload.base.registry import extensions, not_installed
 from fastload.errors import ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import show
 
@@ -152,10 +152,7 @@ def layer(name: str, url: str) -> Layer:
     """
     found = extensions("layers").get(name)
     if found is None:
-        raise UnsupportedVersion(
-            f"{url}: needs the layer {show(name)}, which is not installed: install the package that has it "
-            f"among its entry points of fastload.layers (fastload has {SEAL}, {_DELTA} and {_DEQUANTIZE})"
-        )
+        raise UnsupportedVersion(f"{url}: needs the layer {show(name)}, {not_installed('layers')}")
     loaded: Layer = found.load()
     return loaded
 

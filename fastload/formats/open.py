@@ -308,7 +308,7 @@ def _without_files(url: str, names: Sequence[str]) -> str:
     if any(name.endswith(TORCH_ENDINGS) for name in names):
         found += ": to load a file of torch.save, name it"
     elif "latest" in names:
-        found += ": to load a checkpoint of DeepSpeed, name the directory of a step"
+        found += ": to load a checkpoint below it, name the directory of a step"
     if SHARDING_NAME in names:  # parts of tensors, which may look like complete ones
         return f"{url}: its {SHARDING_NAME} is for none of {asked_formats()}; {found}"
     return f"{url}: no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"

@@ -224,7 +224,8 @@ class Checkpoint:
         access = self._session.opened.access
         if access.logical is not access.stored:
             raise OptionError(
-                "a layer decodes this checkpoint, and streams hand out tensors as stored: use load or read"
+                "a layer, such as that of dequantize=, decodes this checkpoint: streams hand out tensors as "
+                "stored, so use load or read"
             )
         with self._call():
             streams = extension_module("streams.tensors")

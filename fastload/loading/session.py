@@ -395,7 +395,7 @@ class Session:
         """Reads the layouts that the manifest has inferred."""
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
         if self.supplier is not None and not self.supplier.covers(self.stored):
-            self.supplier = None
+            self.drop_supplier()
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:

@@ -364,7 +364,8 @@ class CheckpointManager:
         """
         world, what = self._world, f"managing the checkpoints in {self._catalog.root}"
         with world.ending(), world.step(what) as comparing:
-            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": new_token()}
+            incarnation = new_token() if world.rank == 0 else ""
+            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": incarnation}
             comparing.answer({**view, "same": self._policy.shared_values()})
         views = comparing.answers
         require_same([view["same"] for view in views])
@@ -405,11 +406,11 @@ class CheckpointManager:
     # Save
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Saves a state as the checkpoint of a step: to storage, to memory or to both.
+        """Saves a state as the checkpoint of a step: to storage, to the tier (such as memory) or to both.
 
         The last `should_save` decided where; without one for this step it is storage. If `max_pending_saves`
-        copies exist already, it first waits for one of them. Errors of a save to memory, those of the state
-        included, are warnings on all ranks, and the next save to memory tries again.
+        copies exist already, it first waits for one of them. Errors of a save to the tier, those of the state
+        included, are warnings on all ranks, and the next save to it tries again.
 
         Args:
             step: The step, from 0 on.
@@ -515,7 +516,7 @@ class CheckpointManager:
         return sorted(point.step for point in self._look().complete)
 
     def latest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, in memory or on storage, or None.
+        """Returns the step of the newest complete checkpoint, in the tier or on storage, or None.
 
         The newest is the one that was saved last. After the run has gone back to an earlier step, there may
         be higher steps that are older.
@@ -554,7 +555,7 @@ class CheckpointManager:
         Each rank reads and verifies a share into host memory, which the next `restore` releases; see
         `fastload.prefetch`. `restore` reads from storage if there is a newer checkpoint by then, or if it is
         given `options`, `process_group` or `storage_options` of its own. Nothing is read if the newest
-        checkpoint is in memory, or if there is none.
+        checkpoint is in the tier, or if there is none.
 
         Args:
             step: As for `restore`.
@@ -570,10 +571,10 @@ class CheckpointManager:
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
 
-        It comes from the memory of the hosts if these have all of it, else from storage. If it turns out to
-        be damaged or incomplete, there is a warning, and the next one is loaded. Other problems are errors,
-        such as a newer version, a dtype of a newer torch, or NumPy that is not installed. If another process
-        deletes old checkpoints meanwhile, its newer ones are found.
+        It comes from the tier, such as the memory of the hosts, if that has all of it, else from storage. If
+        it turns out to be damaged or incomplete, there is a warning, and the next one is loaded. Other
+        problems are errors, such as a newer version, a dtype of a newer torch, or NumPy that is not
+        installed. If another process deletes old checkpoints meanwhile, its newer ones are found.
 
         Args:
             into: As for `fastload.load`.
@@ -599,7 +600,7 @@ class CheckpointManager:
 
     @property
     def restored_from(self) -> str | None:
-        """Its source: ``memory`` or ``storage``; None if nothing was restored."""
+        """Its source: ``storage``, or the name of the tier, such as ``memory``; None without a restore."""
         return self._restorer.restored.source if self._restorer.restored is not None else None
 
     # The end
@@ -607,7 +608,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until all saves are durable or dropped, and old checkpoints are deleted.
 
-        Also waits for the save to memory, whose errors are warnings.
+        Also waits for the save to the tier, whose errors are warnings.
 
         Raises:
             FastloadError: A save to storage failed.
@@ -620,7 +621,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits as `wait` does, and restores the previous signal handlers.
 
-        If the memory tier has a newer checkpoint than storage, writes it there; then removes the tier.
+        A tier that has a newer checkpoint than storage first writes it there.
         """
         self._end(goes_well=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zlib
+from dataclasses import replace
 from importlib.metadata import EntryPoints
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import fastload
 from fastload.base.memory import host_bytes
 from fastload.base.registry import all_extensions
 from fastload.errors import CheckpointNotFound, ManifestError, OptionError, UnsupportedVersion
+from fastload.formats.layers import Layer
+from fastload.loading.access import Access, OpenCall
 from tests.dist import odd_format
 from tests.dist.harness import ranks
 
@@ -30,7 +33,7 @@ def install(folder: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deflate\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[fastload.layers]\ndeflate = tests.dist.deflate_layer:layer\n"
+        "[fastload.layers]\ndeflate = tests.dist.deflate_layer:layer\njoin = tests.dist.test_layers:join\n"
         "[fastload.formats]\nodd = tests.dist.odd_format\nnpy = tests.unit.npy_format:npy\n"
     )
     sys.path.insert(0, str(folder))
@@ -124,6 +127,29 @@ def test_a_rank_that_lacks_the_format(rank: int, world: int, arrays: Path, tmp_p
         "",
         "a checkpoint of format 'npy' needs the extension 'npy'",
     ]
+
+
+class JoinLayer(Layer):
+    """Makes a checkpoint of two."""
+
+    def open(self, access: Access, call: OpenCall) -> Access:
+        return replace(access, parts=(access, access))
+
+
+join = JoinLayer()
+
+
+@ranks(1)
+def test_parts_that_are_no_deltas(rank: int, world: int, tmp_path: Path) -> None:
+    install(tmp_path)
+    save_file(TENSORS, tmp_path / "joined.safetensors", {"fastload.layers": "join"})
+    with fastload.prefetch(tmp_path / "joined.safetensors", options=OPTIONS) as checkpoint:
+        checkpoint.wait()
+        assert checkpoint.load().keys() == TENSORS.keys()
+        assert checkpoint.report is not None
+        assert checkpoint.report.bytes_read == 0, "all of it was prefetched"
+    with pytest.raises(OptionError, match="a layer made it of 2 checkpoints: stage each of them"):
+        fastload.stage(tmp_path / "joined.safetensors", tmp_path / "copy")
 
 
 @ranks(1)

@@ -63,7 +63,6 @@ class MemorySave:
         Task(lambda: self._run(work), "fastload-memory").start()
 
     def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -85,7 +84,7 @@ class MemorySave:
 
 @dataclass(frozen=True)
 class FoundInMemory:
-    """An in-memory checkpoint; a `Found`.
+    """An in-memory checkpoint; members are as in `Found`.
 
     Attributes:
         checkpoint: The checkpoint.
@@ -100,28 +99,23 @@ class FoundInMemory:
 
     @property
     def point(self) -> Point:
-        """Position in the history of the run."""
         return self.checkpoint.manifest.point
 
     @property
     def problem(self) -> str:
-        """Names the number of missing shares; empty if there are all."""
         return self.checkpoint.problem
 
     @property
     def lineage(self) -> Lineage:
-        """Shows whether the run went on without it."""
         return self.checkpoint.manifest.lineage
 
     def load(self, arguments: Mapping[str, Any]) -> Any:
-        """Loads it on all ranks, with arguments of `fastload.load`; raises as `restore.load`."""
         given = dict(arguments)
         group, options = given.pop("process_group"), given.pop("options")
         given.pop("storage_options")
         return load(group, self.folder, self.checkpoint, options, given)
 
     def blames(self, error: BaseException) -> bool:
-        """Whether an error shows damage, or that the checkpoint is gone."""
         return may_be_gone(error)
 
 
