@@ -11,7 +11,7 @@ import torch
 
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
-from fastload.formats.layers import layers_of
+from fastload.formats.layers import decoded, layers_of
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
 from fastload.formats.open import read_manifest
@@ -293,4 +293,4 @@ def inspect(
         manifest = read_manifest(storage)
     for layer in layers_of(manifest):
         manifest = layer.inspect(manifest, place, connect, chosen)
-    return manifest
+    return decoded(manifest)

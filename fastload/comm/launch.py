@@ -72,7 +72,7 @@ class Launch:
 
     @property
     def init_method(self) -> str:
-        """Where the ranks meet, as ``torch.distributed.init_process_group`` takes it."""
+        """Where the ranks meet, as an ``init_method`` of torch.distributed."""
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
         return f"tcp://{host}:{self.master_port}"
 
@@ -236,7 +236,7 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
             of this rank's local rank.
 
     Returns:
-        This process's rank, 0 without a job, and the device.
+        This process's rank, 0 without a process group, and the device.
 
     Raises:
         OptionError: torch has no such device on this rank.
@@ -257,7 +257,7 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
         raise problem
     if must_join:
         _join_job(launch, backend=_backends(target.type))
-    return (0 if launch.launcher == "none" else dist.get_rank()), str(target)
+    return (dist.get_rank() if dist.is_initialized() else 0), str(target)
 
 
 def _device_of(launch: Launch, device: str) -> torch.device:

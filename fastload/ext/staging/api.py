@@ -84,8 +84,12 @@ def stage(
 
 def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
     """Returns what is staged, and where to: first the bases of a delta, next to its copy."""
-    parts = access.parts or (access,)
-    bases = [part.stored.delta.base for part in parts if part.stored.delta is not None]
+    parts = access.components or (access,)
+    bases = [part.stored.delta.base for part in parts[:-1] if part.stored.delta is not None]
+    if len(bases) < len(parts) - 1:
+        raise OptionError(
+            f"{access.stored.url}: a layer made it of {len(parts)} checkpoints: stage each of them"
+        )
     paths = [path, *(os.path.join(os.path.dirname(path), base) for base in bases)]
     if len(set(paths)) < len(paths):
         raise OptionError(
