@@ -319,6 +319,14 @@ def test_an_error_of_a_bug_keeps_all_frames(folder: Path, monkeypatch: pytest.Mo
     assert len(frames_of(error)) > 10
 
 
+def test_causes_of_an_error_of_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PermissionError("refused")
+    refused.__cause__ = KeyError("inside the library")
+    error = raise_in_fsspec(monkeypatch, refused)
+    require_short(error)
+    assert error.__cause__ is None
+
+
 def test_causes_in_a_cycle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = PermissionError(errno.EPERM, "not permitted"), StorageError("not permitted", "x")
     first.__cause__, second.__cause__ = second, first
