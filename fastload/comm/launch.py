@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import join_in, member_of, separate_groups
 from fastload.comm.hosts import Peer, host_addresses, interface_address, listener_at, require_reachable
 from fastload.comm.world import World
@@ -79,6 +80,7 @@ class Launch:
 _ALONE = Launch(0, 1, 0, None, "", 0, "none")
 
 
+@short_tracebacks
 def from_env() -> Launch:
     """Reads what torchrun, or mpirun or srun alone, has set in the environment of this process.
 
@@ -225,6 +227,7 @@ def _port(name: str) -> int:
 # Joining the job
 
 
+@short_tracebacks
 def initialize(device: str = "cpu") -> tuple[int, str]:
     """Joins the job that torchrun, mpirun or srun describes in the environment; without one, does nothing.
 
