@@ -58,6 +58,7 @@ FILES = {
     "storage/local_target.py",
     "ext/memory/folder.py",
     "ext/memory/target.py",
+    "ext/staging/local_copy.py",
     "storage/mounts.py",  # what the system says of them
     "storage/pending.py",
     "storage/process.py",  # what it says of processes
@@ -96,6 +97,7 @@ PURE = {
     "ext/memory/groups.py",
     "ext/memory/manifest.py",
     "base/units.py",
+    "planning/units.py",
 }
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
