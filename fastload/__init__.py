@@ -123,7 +123,7 @@ __all__ = [
 
 
 _EXTENSIONS = "fastload.ext."
-# What a load needs nothing of.
+# Imported on first use.
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
@@ -139,15 +139,24 @@ _MODULES = {
 }
 
 
+class _MissingExtension(OptionError, AttributeError):
+    """What `hasattr` takes for a missing attribute."""
+
+
 def __getattr__(name: str) -> Any:
-    """Imports what a load needs nothing of when it is first used."""
+    """Imports a public name on first use."""
     if name in ("estimate", "policies"):
         return import_module(f"fastload.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]
-    is_extension = module.startswith(_EXTENSIONS)
-    found = extension_module(module.removeprefix(_EXTENSIONS)) if is_extension else import_module(module)
+    if module.startswith(_EXTENSIONS):
+        try:
+            found = extension_module(module.removeprefix(_EXTENSIONS))
+        except OptionError as error:
+            raise _MissingExtension(str(error)) from None
+    else:
+        found = import_module(module)
     globals()[name] = getattr(found, name)
     return globals()[name]
 

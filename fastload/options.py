@@ -220,6 +220,8 @@ class _Options:
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
         if getattr(self, "trace", None) is not None:
             extension("observers", "trace", "trace=")
+        if getattr(self, "dequantize", False):
+            extension("layers", "dequantize", "dequantize=")
 
     @property
     def patience(self) -> Patience:

@@ -23,7 +23,8 @@ def prefetch(session: Session) -> None:
     """
     if session.supplier is not None:
         return
-    if session.opened.access.components:  # a model that holds the base needs no more
+    components = session.opened.access.components
+    if components and components[0].stored.delta is not None:  # a model that holds the base needs no more
         prefetch(session.component(0))
         return
     session.supplier = supplier = Prefetch()

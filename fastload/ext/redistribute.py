@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastload.base.memory import borrowed, uncollected
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, members_of
 from fastload.comm.hosts import machine_digest
@@ -70,6 +71,7 @@ class _Shard(NamedTuple):
     file: int = 0
 
 
+@short_tracebacks
 def redistribute(
     state: Any,
     into: Any,

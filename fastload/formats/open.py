@@ -192,7 +192,7 @@ def _folder_reader(storage: Storage, names: Sequence[str]) -> Callable[..., Mani
     module = next((module for fits, module in _FOLDER_FORMATS if fits(names)), _EXTENSION)
     if module != _EXTENSION:
         return partial(_read_folder, module, storage, names)
-    found = find_format(names, b"")
+    found = _find_extension(storage.url, names, b"")
     return partial(found.read, storage, names) if found is not None else None
 
 
@@ -204,10 +204,22 @@ def _file_reader(storage: Storage, stat: FileStat) -> Callable[..., Manifest]:
     """Returns the function that reads a single file, given `exact`."""
     head = _head(storage, "", stat.nbytes)
     if (file_format := _file_format(head)) is None:
-        if (found := find_format(None, head)) is not None:
+        if (found := _find_extension(storage.url, None, head)) is not None:
             return partial(found.read, storage, None)
         return partial(_read_unknown, storage, stat)
     return partial(file_format.read_file, storage, "", stat)
+
+
+def _find_extension(url: str, names: Sequence[str] | None, head: bytes) -> NamedFormat | None:
+    """Returns what `find_format` finds.
+
+    Raises:
+        OptionError: It has the name of a built-in format, for which others would take it.
+    """
+    found = find_format(names, head)
+    if found is not None and found.name in _BUILT_IN:
+        raise OptionError(f"{url}: another package has a format {found.name!r}, as fastload itself")
+    return found
 
 
 def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
@@ -216,6 +228,16 @@ def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
         return safetensors.read_file(storage, "", stat, exact=exact)
     except ManifestError as error:
         raise ManifestError(f"{error}; it is none for {asked_formats()} either") from None
+
+
+def require_format(manifest: Manifest) -> None:
+    """Requires the format of a manifest that another rank has read.
+
+    Raises:
+        OptionError: It is not installed here, or cannot be imported.
+    """
+    if manifest.format not in _BUILT_IN:
+        format_named(manifest.format)
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
@@ -286,7 +308,9 @@ def _without_files(url: str, names: Sequence[str]) -> str:
     if any(name.endswith(TORCH_ENDINGS) for name in names):
         found += ": to load a file of torch.save, name it"
     elif "latest" in names:
-        found += ": to load a checkpoint of DeepSpeed, name the directory of a step"
+        found += ": to load a checkpoint below it, name the directory of a step"
+    if SHARDING_NAME in names:  # parts of tensors, which may look like complete ones
+        return f"{url}: its {SHARDING_NAME} is for none of {asked_formats()}; {found}"
     return f"{url}: no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"
 
 

@@ -17,11 +17,19 @@ from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
-from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
-from fastload.formats.layers import Layer, layers_of
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
+from fastload.formats.layers import Layer, decoded, layers_of
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
-from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
+from fastload.formats.open import (
+    Sight,
+    header_digest,
+    look,
+    read_manifest,
+    record_digest,
+    record_name,
+    require_format,
+)
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange, Space
@@ -107,7 +115,7 @@ class OpenCall:
     options: LoadOptions | StageOptions
     connect: Callable[[Location], CheckpointReader]
     arguments: Mapping[str, Any]
-    read: Callable[[Storage], Manifest] = read_manifest
+    read: Callable[[Storage], Manifest]
 
     def open_at(self, location: Location) -> Access:
         """Opens the files at a location on all ranks, without their layers; see `agree_on_access`."""
@@ -150,8 +158,13 @@ def open_access(
         access = agree_on_access(world, location.url, partial(connect, location), same, read)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
-            for layer in layers_of(access.stored, dequantize=dequantize):
+            layers = layers_of(access.stored, dequantize=dequantize)
+            if layers and access.stored.guards:  # no layer finds its tensors again elsewhere
+                access = reopen_exactly(world, access)
+            for layer in layers:
                 access = layer.open(access, opening)
+            is_stored, logical = access.logical is access.stored, decoded(access.logical)
+            access = replace(access, stored=logical if is_stored else access.stored, logical=logical)
         except BaseException:
             access.storage.close()
             raise
@@ -324,7 +337,7 @@ def reopen_exactly(world: World, access: Access) -> Access:
     Raises:
         FastloadError: As when it was opened.
     """
-    assert access.logical is access.stored, "a format with guards has no metadata that name a layer"
+    assert access.logical is access.stored, "layers get a manifest without guards"
     storage, stored = access.storage, None
     _log.info("%s: opened again, since layouts were not as inferred", storage.url)
     with world.step(f"reading all layouts of {storage.url}") as step:
@@ -357,7 +370,7 @@ def _compare(
     """
     with world.step(f"comparing what the ranks see of {storage.url}") as step:
         if not sees:
-            step.answer((f"does not see {storage.url}", False))
+            step.answer((_why_unseen(storage.url, manifest), False))
         else:
             step.answer(("", False) if world.rank == source else _difference(storage, manifest, source))
     notes = {rank: note for rank, (note, _) in enumerate(step.answers) if note}
@@ -372,6 +385,14 @@ def _compare(
         is_copy = world.rank in copies
         step.answer(_other_data(storage, manifest, sampling.attachment, source) if is_copy else "")
     return notes | {rank: note for rank, note in enumerate(step.answers) if note}
+
+
+def _why_unseen(url: str, manifest: Manifest) -> str:
+    try:
+        require_format(manifest)
+    except OptionError as error:
+        return str(error)
+    return f"does not see {url}"
 
 
 def _other_data(storage: CheckpointReader, manifest: Manifest, wanted: bytes, source: int) -> str:

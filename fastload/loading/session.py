@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fastload.base.devices import is_accelerator
 from fastload.comm.failures import kinds_of
-from fastload.comm.observers import observe
+from fastload.comm.observers import Observers, observe
 from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted, WorldError
@@ -91,6 +91,7 @@ class Session:
         world: The ranks.
         access: The checkpoint.
         options: How to load.
+        observers: Observe the loads; None for those of the options and of the process.
 
     Attributes:
         opened: The checkpoint as the next load finds it.
@@ -100,10 +101,18 @@ class Session:
         is_closed: Whether it is closed.
     """
 
-    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
+    def __init__(
+        self, world: World, access: Access, options: LoadOptions, observers: Observers | None = None
+    ) -> None:
         verifier = Verifier(access.stored) if access.stored.block_bytes and options.verify else None
-        observers = observe(world, options.trace)
-        observers.begin(access.hosts)
+        try:
+            if observers is None:
+                observers = observe(world, options.trace)
+            with world.together():
+                observers.begin(access.hosts)
+        except BaseException:
+            access.storage.close()
+            raise
         self.opened = Opened(world, access, options, verifier, observers, access.storage.bytes_read)
         self.report: LoadReport | None = None
         self.supplier: Supplier | None = None
@@ -190,7 +199,8 @@ class Session:
         if number not in self._components:
             opened, access = self.opened, self.opened.access.components[number]
             options = replace(opened.options, atomic=False, trace=None, progress=None, on_report=None)
-            self._components[number] = Session(opened.world, replace(access, logical=access.stored), options)
+            access = replace(access, logical=access.stored)
+            self._components[number] = Session(opened.world, access, options, Observers())
         return self._components[number]
 
     def serve(self, request: Request) -> Loaded:
@@ -385,7 +395,7 @@ class Session:
         """Reads the layouts that the manifest has inferred."""
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
         if self.supplier is not None and not self.supplier.covers(self.stored):
-            self.supplier = None
+            self.drop_supplier()
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
@@ -430,7 +440,7 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         for stage in ("read", "exchange", "place")
     )
     times = [pipeline.reader.pace.times for pipeline in pipelines]
-    num_reads = sum(each.num_reads for each in times)
+    num_answers = sum(each.num_answers for each in times)
     drop_outs = [pipeline.drop_out for pipeline in pipelines if pipeline.drop_out]
     return RankReport(
         rank=world.rank,
@@ -445,9 +455,9 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
         bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
         read_s=read_s,
-        num_reads=num_reads,
+        num_reads=sum(each.num_reads for each in times),
         reads_in_flight=sum(each.reading_s for each in times) / read_s if read_s else 0.0,
-        first_byte_s=sum(each.first_byte_s for each in times) / num_reads if num_reads else 0.0,
+        first_byte_s=sum(each.first_byte_s for each in times) / num_answers if num_answers else 0.0,
         exchange_s=exchange_s,
         place_s=place_s,
         cpu_s=time.process_time() - matched.start.cpu_s,

@@ -54,7 +54,7 @@ class AdaptiveController(IntervalController):
         self._storage = _TierInterval(first, "saving")
         self._memory: _TierInterval | None = None
         if policy.memory_copies is not None:
-            self._memory = _TierInterval(first, "" if policy.has_memory_interval else "saving to memory")
+            self._memory = _TierInterval(first, "" if policy.has_memory_interval else "saving to the tier")
 
     @property
     def storage_s(self) -> float | None:

@@ -69,7 +69,7 @@ class LayeredReader(CheckpointReader):
 
     @property
     def first_byte_s(self) -> float:
-        return self._first.first_byte_s
+        return min((least_s for reader in self._readers if (least_s := reader.first_byte_s)), default=0.0)
 
     @property
     def bytes_read(self) -> int:

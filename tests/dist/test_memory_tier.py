@@ -263,6 +263,17 @@ VARIANTS = [
 ]
 
 
+@ranks(2)
+def test_only_rank_0_answers_new_names(rank: int, world: int, tmp_path: Path) -> None:
+    """Answers of thousands of ranks are short as long as they are equal."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("fastload.training.manager", "fastload.ext.memory.run"):
+            patch.setattr(f"{module}.new_token", lambda: asked.append(rank) or "0" * 16)
+        manage(tmp_path, tmp_path / "memory").close()
+    assert asked == ([] if rank else [0, 0])
+
+
 @ranks(4, ranks_per_host=1, deadline_s=120)
 def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     """A job is killed, and its hosts come back as they may: with the right bytes, whencesoever.

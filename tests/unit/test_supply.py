@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView, SuppliedRange, Supply, plan_routes
+from tests.drawn import draws
 from tests.unit.test_routes import Want, everything, jobs, run
 
 BLOCK_BYTES = 16
@@ -38,7 +39,7 @@ def read_by_suppliers(plan: RoutedPlan, num_ranks: int) -> None:
                 assert all(rank in one.ranks for one in held)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(jobs(), st.integers(16, 60), st.data())
 def test_each_byte_is_read_once_by_a_rank_that_has_it(
     job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject

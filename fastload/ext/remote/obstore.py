@@ -128,8 +128,7 @@ class StoreSettings:
             # A panic in obstore is an exception that is not an `Exception`.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            cause = secrets.clean(error) if isinstance(error, Exception) else None
-            raise OptionError(f"cannot open {self.location}: {secrets.first_line(error)}") from cause
+            raise OptionError(f"cannot open {self.location}: {secrets.first_line(error)}") from None
 
 
 def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float) -> StoreSettings:
@@ -174,7 +173,7 @@ def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt
     except OptionError as error:
         raise OptionError(f"cannot open {location}: {secrets.hide(str(error))}") from None
     except Exception as error:  # of botocore: files that it cannot read, profiles that are not there
-        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from secrets.clean(error)
+        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from None
     if s3.root_certificates:
         client["root_certificate"] = s3.root_certificates
     kept = {name: value for name, value in config.items() if name not in _RESOLVED}

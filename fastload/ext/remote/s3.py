@@ -164,7 +164,7 @@ def make_client(url: str, settings: StoreSettings, trusted: str | None, *, attem
                 aws_session_token=keys[2],
             )
     except ValueError as error:  # the base of some errors of botocore
-        raise OptionError(f"cannot open {url}: {error}") from error
+        raise OptionError(f"cannot open {url}: {error}") from None
     _add(made, s3.object_parameters(), client.get("default_headers") or {})
     return made
 

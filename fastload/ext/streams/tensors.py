@@ -19,6 +19,7 @@ from torch import Tensor
 from fastload.base.devices import follow, is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.threads import Task, raise_first
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -45,6 +46,7 @@ _NUM_BYTES = "Q"
 BoxSelection = Mapping[str, Box | Sequence[Box]]
 
 
+@short_tracebacks
 class TensorStream(Iterator[tuple[str, Tensor]]):
     """Pairs of a name and a tensor; made by `Checkpoint.tensors`, for all ranks to iterate over.
 
