@@ -51,6 +51,7 @@ FILES = {
     "integrations/torchft.py",  # what it serves
     "integrations/trainer.py",
     "comm/hosts.py",  # what it says of itself, and of ports
+    "ext/traces/tracing.py",  # what it writes
     "ext/streams/save.py",  # where it keeps tensors until it saves them
     "storage/destination.py",
     "storage/folders.py",
