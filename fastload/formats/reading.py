@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import xxhash
@@ -38,44 +37,6 @@ def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
     storage.read_into(name, offset, [memoryview(buffer)])
     return bytes(buffer)
-
-
-def read_ends(
-    storage: Storage, name: str, begin: int, nbytes: int, head_bytes: int, tail_bytes: int
-) -> ReadRange:
-    """Reads the first bytes of a part of a file; if each request takes a round trip, the last ones at once.
-
-    Args:
-        storage: The storage.
-        name: The file.
-        begin: Offset of the part in the file.
-        nbytes: Length of the part.
-        head_bytes: Number of first bytes to read.
-        tail_bytes: Number of last bytes to read.
-
-    Returns:
-        A function that reads from the part, and makes no request for these bytes.
-    """
-    if storage.probes:
-        tail_bytes = 0
-
-    def read(offset: int, length: int) -> bytes:
-        return read_bytes(storage, name, begin + offset, length)
-
-    if nbytes <= head_bytes + tail_bytes:
-        head_bytes, tail_bytes = nbytes, 0
-    tail_begin = nbytes - tail_bytes
-    ends = [(0, head_bytes), *([(tail_begin, tail_bytes)] if tail_bytes else [])]
-    head, *tail = do_at_once(storage, [partial(read, *end) for end in ends])
-
-    def read_rest(offset: int, length: int) -> bytes:
-        if offset + length <= head_bytes:
-            return head[offset : offset + length]  # type: ignore[no-any-return]
-        if tail and offset >= tail_begin:
-            return tail[0][offset - tail_begin :][:length]  # type: ignore[no-any-return]
-        return read(offset, length)
-
-    return read_rest
 
 
 _LFS = b"version https://git-lfs"

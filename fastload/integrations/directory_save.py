@@ -7,18 +7,69 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
-from fastload.formats.names import ADAPTER_STEM
+from fastload.formats.names import ADAPTER_STEM, MODEL_STEM
 from fastload.integrations.frameworks import step_of_all
 from fastload.saving.background import await_end
-from fastload.saving.save import save_all_in_background
+from fastload.saving.call import SaveCall, make_call
+from fastload.saving.save import BegunSave, begin, finish
 from fastload.storage import folders
 
 _PENDING = "pending-"  # a prefix that other programs do not use for checkpoints
 REPLACED = "replaced"
 """The name of no state: below it, the directory that is being replaced waits for its deletion."""
+
+
+def save_all_in_background(
+    states: Mapping[str, Any],
+    *,
+    stems: Mapping[str, str],
+    process_group: Any,
+    options: SaveOptions | None,
+    changes: Mapping[str, Any] | None = None,
+) -> list[SaveHandle]:
+    """Copies the bytes that this rank contributes to several saves, and saves them in the background.
+
+    All are copied before the first is written, since writes would slow down the copies. The caller waits for
+    all of them, on all ranks.
+
+    Args:
+        states: Path → state.
+        stems: Path → `SaveCall.stem`, if it is another one.
+        process_group: As for `fastload.save`.
+        options: As for `fastload.save`.
+        changes: As for `make_call`.
+
+    Returns:
+        A handle for each.
+
+    Raises:
+        FastloadError: As for `fastload.async_save`.
+    """
+    begun: list[tuple[SaveCall, BegunSave]] = []
+    handles: list[SaveHandle] = []
+    try:
+        for path, state in states.items():
+            stem = stems.get(path, MODEL_STEM)
+            call = make_call(
+                path,
+                process_group,
+                None,
+                None,
+                options,
+                changes=changes,
+                in_background=True,
+                stem=stem,
+            )
+            begun.append((call, begin(call, state)))
+    finally:  # also after an error: the other ranks may write the saves before it
+        for call, each in begun:
+            work = partial(finish, call, each)
+            handles.append(SaveHandle(call.url, work, snapshot=each.snapshot, caller_raises=True))
+    return handles
 
 
 class DirectorySave:

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
-from fastload.base.units import format_duration, require_not_negative, require_positive, require_whole
 from fastload.errors import OptionError
+from fastload.planning.units import format_duration, require_not_negative, require_positive, require_whole
 
 # Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025:
 # 5 minutes to restart.

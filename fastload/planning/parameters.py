@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastload.base.units import require_whole
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import OWN_PREFIX, optimizer_tensors
+from fastload.planning.units import require_whole
 
 _MOST = 10**9  # no size in a config is larger
 _FLOATS = ("F", "BF", "C")  # first letters of the safetensors dtypes of parameters

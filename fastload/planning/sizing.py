@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastload.base.units import require_not_negative, require_positive, require_whole
 from fastload.errors import OptionError
+from fastload.planning.units import require_not_negative, require_positive, require_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ background in `finish`. Each step hands a frozen value on to the next.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,6 @@ from fastload.base.threads import one_torch_thread
 from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
-from fastload.formats.names import MODEL_STEM
-from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import (
     SaveAgreement,
@@ -31,7 +29,7 @@ from fastload.saving.agree import (
     predict,
 )
 from fastload.saving.background import FinishedSave, QueuedSave, SaveHandle
-from fastload.saving.call import SaveCall, make_call
+from fastload.saving.call import SaveCall
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import PlannedWrite, SavePlan, make_plan
 from fastload.saving.snapshot import OverlappedSnapshot, Snapshot
@@ -134,55 +132,6 @@ def save_in_background(call: SaveCall, state: Any) -> SaveHandle:
         work = partial(queued.run, work)
     is_queued = queued is not None
     return SaveHandle(call.url, work, snapshot=begun.snapshot, caller_raises=is_queued)
-
-
-def save_all_in_background(
-    states: Mapping[str, Any],
-    *,
-    stems: Mapping[str, str],
-    process_group: Any,
-    options: SaveOptions | None,
-    changes: Mapping[str, Any] | None = None,
-) -> list[SaveHandle]:
-    """Copies the bytes that this rank contributes to several saves, and saves them in the background.
-
-    All are copied before the first is written, since writes would slow down the copies. The caller waits for
-    all of them, on all ranks.
-
-    Args:
-        states: Path → state.
-        stems: Path → `SaveCall.stem`, if it is another one.
-        process_group: As for `fastload.save`.
-        options: As for `fastload.save`.
-        changes: As for `make_call`.
-
-    Returns:
-        A handle for each.
-
-    Raises:
-        FastloadError: As for `fastload.async_save`.
-    """
-    begun: list[tuple[SaveCall, BegunSave]] = []
-    handles: list[SaveHandle] = []
-    try:
-        for path, state in states.items():
-            stem = stems.get(path, MODEL_STEM)
-            call = make_call(
-                path,
-                process_group,
-                None,
-                None,
-                options,
-                changes=changes,
-                in_background=True,
-                stem=stem,
-            )
-            begun.append((call, begin(call, state)))
-    finally:  # also after an error: the other ranks may write the saves before it
-        for call, each in begun:
-            work = partial(finish, call, each)
-            handles.append(SaveHandle(call.url, work, snapshot=each.snapshot, caller_raises=True))
-    return handles
 
 
 def _await_turn(call: SaveCall, queued: QueuedSave) -> bool:

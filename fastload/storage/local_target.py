@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import stat
 import threading
@@ -14,18 +13,17 @@ from functools import cached_property, partial
 from typing import Any
 
 from fastload.base.memory import PAGE_BYTES, round_up
-from fastload.errors import CheckpointExists, FastloadError, StorageError
+from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders, pending
 from fastload.storage.base import DEFAULT_WRITES, Names, Written
 from fastload.storage.descriptors import AlignedBuffer, DescriptorPool, DirectFile
-from fastload.storage.destination import LocalDestination, read_list
+from fastload.storage.destination import LocalDestination
 from fastload.storage.folders import os_errors, write_all
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_network
 from fastload.storage.pending import Pending
 
 _ALIGN_BYTES = 64 << 10  # the largest pages, for O_DIRECT; a larger unit would send more bytes of shards
 _MIN_DIRECT_BYTES = 256 << 10
-_JOURNAL = "journal"
 
 
 class LocalTarget:
@@ -306,105 +304,6 @@ def _is_aligned(data: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE_BYTES == 0
 
 
-class LocalCopy(LocalTarget):
-    """A resumable copy of a checkpoint: another process can continue it.
-
-    The name of the pending directory follows from the source, and a journal in it records progress. Until
-    another process continues it, it is an orphan like any other, which the next save removes.
-
-    Args:
-        path: Path of the copy; symbolic links are followed.
-        names: Names of files of a checkpoint.
-        io: ``auto``, ``buffered`` or ``direct``.
-    """
-
-    def __init__(self, path: str, names: Names, *, io: str) -> None:
-        super().__init__(path, names, io=io, signs=(names.record, names.receipt))
-        self._receipt_name = names.receipt
-        self._to_replace = names.to_replace
-        self._journal: int | None = None
-
-    @property
-    def data_path(self) -> str:
-        """Path of the pending data directory."""
-        return self._gathered.place("")
-
-    def resume(
-        self, files: Sequence[tuple[str, int]], identity: str, *, overwrite: bool, damaged: bool = False
-    ) -> bytes:
-        """Continues a copy that a dead process left, or begins one; removes other orphans.
-
-        Args:
-            files: Name and size in bytes of each.
-            identity: 16 hex digits that identify the source.
-            overwrite: Whether to replace a checkpoint.
-            damaged: Whether to replace a copy whose bytes are damaged, but were not modified.
-
-        Returns:
-            The journal so far. The caller verifies the bytes that it lists.
-
-        Raises:
-            CheckpointExists: The path exists, and `overwrite` is off; or a user changed the copy.
-            OptionError: The path holds something other than a checkpoint.
-            StorageError: There is no space, or no permission, or another process makes the same copy.
-        """
-        if not overwrite:
-            self.destination.guard = self._require_unchanged
-        try:
-            with os_errors(self.url):
-                self.destination.check([name for name, _ in files], overwrite=overwrite or damaged)
-            directory = self._hold(lambda: pending.resume(self.url, self.destination.parent, identity), files)
-            self.clean_abandoned()
-            self._reserve()
-            with os_errors(directory.path):
-                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-                self._journal = folders.open_file(_JOURNAL, directory.folder, flags)
-                with open(self._journal, "rb", closefd=False) as journal:
-                    return journal.read()
-        except FastloadError:
-            self.abort()
-            raise
-
-    def note(self, entries: bytes) -> None:
-        """Appends to the journal."""
-        assert self._journal is not None
-        assert self._pending is not None
-        with self.written.noted(), os_errors(os.path.join(self._pending.path, _JOURNAL)):
-            if os.write(self._journal, entries) != len(entries):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def state_of_files(self) -> list[dict[str, Any]]:
-        """Returns size and modification time of the files, for the receipt."""
-        found = {name: os.stat(name, dir_fd=self._gathered.folder) for name in self._sizes}
-        return [
-            {"name": name, "nbytes": each.st_size, "mtime_ns": each.st_mtime_ns}
-            for name, each in found.items()
-        ]
-
-    def _require_unchanged(self, there: int) -> None:
-        """Refuses to replace a copy that a user changed.
-
-        A file that was written to differs from its receipt in time or size; one with silent damage does not.
-        """
-        try:
-            files = json.loads(read_list(self._receipt_name, there))["files"]
-            changed = [file["name"] for file in files if _is_changed(there, **file)]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            changed = [self._receipt_name]
-        if changed:
-            raise CheckpointExists(
-                f"{self.url} is a copy of this checkpoint that was changed since: {changed[:5]}: "
-                f"pass {self._to_replace} to replace it"
-            )
-
-    def close(self) -> None:
-        """Releases the pending directory, for another process to continue."""
-        if self._journal is not None:
-            os.close(self._journal)
-            self._journal = None
-        super().close()
-
-
 def _make_room(name: str, nbytes: int, folder: int) -> None:
     with suppress(FileNotFoundError):
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -412,11 +311,3 @@ def _make_room(name: str, nbytes: int, folder: int) -> None:
             return
         os.unlink(name, dir_fd=folder)
     folders.reserve(name, nbytes, folder)
-
-
-def _is_changed(folder: int, name: str, nbytes: int, mtime_ns: int) -> bool:
-    try:
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False  # without data, nothing is lost
-    return not stat.S_ISREG(found.st_mode) or (found.st_size, found.st_mtime_ns) != (nbytes, mtime_ns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from fastload.errors import CheckpointExists, StorageError
@@ -110,16 +110,3 @@ def require_writable(path: str) -> None:
             tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", url=path) from error
-
-
-def write_text(path: str, pieces: Iterable[str]) -> None:
-    """Writes a text file, piece by piece.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(pieces)
-    except OSError as error:
-        raise StorageError(str(error.strerror), url=path) from error

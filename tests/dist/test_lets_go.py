@@ -21,10 +21,10 @@ from torch import nn
 import fastload
 from fastload.comm import shared_memory
 from fastload.errors import FastloadError, StorageError
+from fastload.ext.staging.local_copy import LocalCopy
 from fastload.ext.staging.write_files import FileWriter
 from fastload.loading import targets
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_target import LocalCopy
 from fastload.transfer import transport
 from tests.checkpoints import flip, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads, num_descriptors

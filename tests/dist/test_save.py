@@ -20,8 +20,8 @@ from torch import nn
 
 import fastload
 from fastload import SaveOptions
+from fastload.integrations.directory_save import save_all_in_background
 from fastload.saving import compare
-from fastload.saving.save import save_all_in_background
 from fastload.storage.local_target import LocalTarget
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.ext.staging.local_copy import LocalCopy
 from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.storage import pending
-from fastload.storage.local_target import LocalCopy, LocalTarget
+from fastload.storage.local_target import LocalTarget
 from fastload.storage.process import Owner
 from tests.e2e.forked import forking_python
 
@@ -25,7 +26,7 @@ FILES = [("a", 5000), ("b", 0)]
 _DIES = """
 import os, signal, sys
 from fastload.formats.names import NAMES
-from fastload.storage.local_target import LocalCopy
+from fastload.ext.staging.local_copy import LocalCopy
 copy = LocalCopy(sys.argv[1], NAMES, io="auto")
 copy.resume([("a", 5000), ("b", 0)], "0123456789abcdef", overwrite=False)
 copy.write("a", 0, memoryview(bytearray(b"x" * 3000)))

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import StorageError
+from fastload.ext.staging.local_copy import LocalCopy
 from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.storage import folders, pending
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_target import LocalCopy, LocalTarget
+from fastload.storage.local_target import LocalTarget
 from tests.storage.test_local_target import loaded, save
 
 OTHER_UID = 65534

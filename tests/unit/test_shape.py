@@ -51,6 +51,7 @@ FILES = {
     "integrations/torchft.py",  # what it serves
     "integrations/trainer.py",
     "comm/hosts.py",  # what it says of itself, and of ports
+    "ext/traces/tracing.py",  # what it writes
     "ext/streams/save.py",  # where it keeps tensors until it saves them
     "storage/destination.py",
     "storage/folders.py",
@@ -58,6 +59,7 @@ FILES = {
     "storage/local_target.py",
     "ext/memory/folder.py",
     "ext/memory/target.py",
+    "ext/staging/local_copy.py",
     "storage/mounts.py",  # what the system says of them
     "storage/pending.py",
     "storage/process.py",  # what it says of processes
@@ -96,6 +98,7 @@ PURE = {
     "ext/memory/groups.py",
     "ext/memory/manifest.py",
     "base/units.py",
+    "planning/units.py",
 }
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.base.units import (
-    format_bytes,
+from fastload.base.units import format_bytes
+from fastload.errors import OptionError
+from fastload.planning.units import (
     format_count,
     format_duration,
     format_rate,
@@ -22,7 +23,6 @@ from fastload.base.units import (
     require_positive,
     require_whole,
 )
-from fastload.errors import OptionError
 
 
 @pytest.mark.parametrize(

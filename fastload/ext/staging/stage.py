@@ -22,6 +22,7 @@ from fastload.comm.failures import require_same
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
+from fastload.ext.staging.local_copy import LocalCopy
 from fastload.ext.staging.stock import Stock, receipt_of, take_stock
 from fastload.ext.staging.write_files import BlockCheck, FileWriter
 from fastload.formats.manifest import FileEntry, Manifest, is_single_file
@@ -37,7 +38,6 @@ from fastload.report import StageRankReport, StageReport
 from fastload.storage import CheckpointReader, PatientStorage, open_with_sibling
 from fastload.storage.base import DEFAULT_WRITES, new_token
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_target import LocalCopy
 from fastload.storage.location import HTTP
 from fastload.transfer.links import accept_offers
 from fastload.transfer.pipeline import Pipeline, pace_of

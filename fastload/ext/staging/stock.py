@@ -19,6 +19,7 @@ from fastload.base.threads import Workers
 from fastload.comm.world import World
 from fastload.errors import StorageError
 from fastload.ext.staging.inventory import Inventory
+from fastload.ext.staging.local_copy import LocalCopy
 from fastload.formats.names import COPY_NAMES, STAGED_NAME
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
@@ -26,7 +27,6 @@ from fastload.geometry.blocks import Block
 from fastload.options import StageOptions
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_target import LocalCopy
 
 _log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from fastload.base.threads import Workers
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.ext.staging.inventory import BlockRun, Inventory
+from fastload.ext.staging.local_copy import LocalCopy
 from fastload.ext.staging.stock import Stock, journal_entry
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.ranges import Space
 from fastload.storage.base import ByteCounter
-from fastload.storage.local_target import LocalCopy
 
 _MAX_REREADS = 64  # not every block of a file that is damaged throughout
 

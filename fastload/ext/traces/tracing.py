@@ -6,16 +6,15 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.clocks import compare_clocks
 from fastload.comm.world import World
-from fastload.errors import FastloadError, OptionError
+from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.ext.traces.spans import RankTrace, Recorder, Span, chrome_events, to_json
 from fastload.storage import locate
-from fastload.storage.single_file import write_text
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Tracing:
         self.error = None
         try:
             traces = {rank: self._trace_of(rank) for rank in range(self._world.size)}
-            write_text(self._path, to_json(chrome_events(traces, about)))
+            _write_text(self._path, to_json(chrome_events(traces, about)))
         except FastloadError as error:
             self.error = error
             _log.warning("no trace in %s: %s", self._path, error)
@@ -105,7 +104,7 @@ def write_trace(
     traces = {
         rank: RankTrace(host, tuple(Span(*span) for span in spans)) for rank, (host, spans) in ranks.items()
     }
-    write_text(path, to_json(chrome_events(traces, about)))
+    _write_text(path, to_json(chrome_events(traces, about)))
 
 
 def _from_here(path: str | os.PathLike[str]) -> str:
@@ -113,3 +112,16 @@ def _from_here(path: str | os.PathLike[str]) -> str:
         return locate(path).url
     except OptionError:  # raised again by the write
         return os.fspath(path)
+
+
+def _write_text(path: str, pieces: Iterable[str]) -> None:
+    """Writes a text file, piece by piece.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise StorageError(str(error.strerror), url=path) from error

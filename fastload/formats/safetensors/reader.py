@@ -9,20 +9,19 @@ from functools import partial
 
 import xxhash
 
+from fastload.base.registry import extension_module
 from fastload.base.threads import in_threads
 from fastload.errors import IncompleteCheckpoint, ManifestError
-from fastload.formats.manifest import FileEntry, Manifest, TensorEntry, in_order
+from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.names import BIN_NAME, INDEX_NAME, INDEX_SUFFIX, SUFFIX, missing_files
-from fastload.formats.parts import TensorPart, join_parts
 from fastload.formats.reading import read_bytes, read_limited, reads_at_once, stat_all, what_instead
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
-from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
-from fastload.geometry.box import Box
+from fastload.formats.untrusted import is_plain_path, parse_json, show
 from fastload.storage.base import FileStat, Storage
 
 logger = logging.getLogger(__name__)
 
-_SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors
+_SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors, which only an extension joins
 
 _MAX_INDEX_BYTES = 100_000_000
 NEAR_BYTES = 64 << 10
@@ -192,7 +191,7 @@ def assemble(
         tensors += entries
         metadata = file_metadata | metadata
     if shards:
-        tensors = _join_shards(tensors, shards, storage.url)
+        tensors = extension_module("formats.joined").join_shards(tensors, shards, storage.url)
     else:
         tensors = _select(storage.url, files, tensors, weight_map or {})
     return Manifest(storage.url, tuple(files), tuple(tensors), metadata)
@@ -297,51 +296,3 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], str]:
         if not isinstance(file, str) or not is_plain_path(file):
             raise ManifestError(f"{url}: tensor {show(name)}: not a plain relative file name: {show(file)}")
     return weight_map, xxhash.xxh3_128_hexdigest(text)
-
-
-# Files that hold shards of tensors, with offsets in the header, as `HuggingFaceStorageWriter` of
-# torch.distributed.checkpoint saves them with ``save_distributed=True``.
-
-
-def _join_shards(tensors: Sequence[TensorEntry], infos: Mapping[int, str], url: str) -> list[TensorEntry]:
-    """Joins the shards of each tensor.
-
-    Args:
-        tensors: The tensors in the files.
-        infos: The texts of ``DCP_SHARDING_INFO`` in the headers, by index of the file.
-        url: The checkpoint, for messages.
-
-    Raises:
-        ManifestError: A text is malformed, or shards do not tile a tensor.
-    """
-    shards: dict[str, list[tuple[Box, TensorEntry]]] = {}
-    offsets = {file: _offsets(text, url) for file, text in infos.items()}
-    for entry in tensors:
-        of_file = offsets.get(entry.file, {})
-        at = of_file.get(entry.name, (0,) * len(entry.shape))
-        if len(at) != len(entry.shape):
-            raise ManifestError(
-                f"{url}: a shard of {show(entry.name)} of shape {list(entry.shape)} begins at {list(at)}"
-            )
-        shards.setdefault(entry.name, []).append((Box(at, entry.shape), entry))
-    return in_order(_joined(name, parts, url) for name, parts in shards.items())
-
-
-def _joined(name: str, parts: Sequence[tuple[Box, TensorEntry]], url: str) -> TensorEntry:
-    if len({len(entry.shape) for _, entry in parts}) > 1:
-        raise ManifestError(f"{url}: shards of {show(name)} have several numbers of dimensions")
-    ends = [[offset + size for offset, size in zip(*box, strict=True)] for box, _ in parts]
-    shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
-    whole = [TensorPart(box, entry, Box((0,) * len(shape), entry.shape)) for box, entry in parts]
-    return join_parts(name, shape, whole, url)
-
-
-def _offsets(text: str, url: str) -> dict[str, tuple[int, ...]]:
-    """Returns the offsets of the shards in a file, by name."""
-    found = {}
-    for name, info in parse_json(text.encode(), f"{url}: where shards begin").items():
-        offsets = info.get("saved_offsets") if isinstance(info, dict) else None
-        if not are_sizes(offsets):
-            raise ManifestError(f"{url}: where shards begin: {show(name)} begins at {show(info)}")
-        found[name] = tuple(offsets)
-    return found

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from fastload.base.units import format_duration
 from fastload.cli.console import PNG, csv_option, json_option, print_csv, print_json, stdout, table_of
 from fastload.errors import OptionError
 from fastload.planning import cadence as theory
@@ -25,6 +24,7 @@ from fastload.planning.commands.options import (
 )
 from fastload.planning.commands.pictures import draw_ettr
 from fastload.planning.sizing import overhead, topology
+from fastload.planning.units import format_duration
 
 _NUM_MORE_HOSTS = 3  # lost beyond those that copies certainly survive
 

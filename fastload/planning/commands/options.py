@@ -13,8 +13,13 @@ from typing import Any
 import click
 
 import fastload
-from fastload.base.units import (
-    format_bytes,
+from fastload.base.units import format_bytes
+from fastload.cli.console import Command, Quantity, shown
+from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
+from fastload.formats.names import NAMES
+from fastload.planning.parameters import Parameters, of_checkpoint, of_config, of_shape
+from fastload.planning.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
+from fastload.planning.units import (
     format_count,
     parse_bytes_per_s,
     parse_duration_s,
@@ -24,11 +29,6 @@ from fastload.base.units import (
     parse_size_bytes,
     parse_whole,
 )
-from fastload.cli.console import Command, Quantity, shown
-from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
-from fastload.formats.names import NAMES
-from fastload.planning.parameters import Parameters, of_checkpoint, of_config, of_shape
-from fastload.planning.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
 from fastload.storage import name_of, open_storage
 
 _MAX_CONFIG_BYTES = 1 << 20

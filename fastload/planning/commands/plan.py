@@ -11,7 +11,7 @@ import click
 
 import fastload
 from fastload.base.registry import extension
-from fastload.base.units import format_bytes, format_duration, format_rate
+from fastload.base.units import format_bytes
 from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
 from fastload.errors import OptionError
 from fastload.formats.names import NAMES
@@ -23,6 +23,7 @@ from fastload.planning.exchange import Level
 from fastload.planning.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.planning.sharded import ShardedLoad
 from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
+from fastload.planning.units import format_duration, format_rate
 from fastload.storage import locate, open_storage
 
 _MOST_TRACED = 64

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fastload.base.units import count, format_bytes, format_duration, format_rate
+from fastload.base.units import count, format_bytes
 from fastload.cli.console import csv_option, json_option, print_csv, print_json, print_table, table_of
 from fastload.errors import OptionError
 from fastload.planning.commands.options import COUNT, RATE, TIME, GivenModel, job_options, model_options
@@ -20,6 +20,7 @@ from fastload.planning.sizing import (
     topology,
     transfers,
 )
+from fastload.planning.units import format_duration, format_rate
 
 
 @click.command(short_help="Compute the size of a checkpoint, and the bandwidth that it needs.")

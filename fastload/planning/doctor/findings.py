@@ -8,11 +8,12 @@ from functools import partial
 from statistics import median
 from typing import Literal
 
-from fastload.base.units import count, format_bytes, format_duration, format_rate
+from fastload.base.units import count, format_bytes
 from fastload.errors import some_of
 from fastload.planning.cluster import Requests
 from fastload.planning.doctor.examine import Site
 from fastload.planning.doctor.facts import Facts
+from fastload.planning.units import format_duration, format_rate
 from fastload.storage.mounts import IN_MEMORY_TYPES, is_network
 
 Level = Literal["ok", "note", "problem"]

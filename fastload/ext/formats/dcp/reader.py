@@ -25,20 +25,19 @@ from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
 from fastload.ext.formats.dcp.metadata import ChunkedTensor, DcpMetadata, Item, parse_dcp_metadata
+from fastload.ext.formats.joined import join_pieces, nested, numbered
 from fastload.ext.formats.torch_save import zip_file
-from fastload.ext.formats.torch_save.archive import TAIL_BYTES
+from fastload.ext.formats.torch_save.archive import TAIL_BYTES, read_ends
 from fastload.ext.formats.torch_save.state import encode_pickle
 from fastload.ext.formats.torch_save.unpickle import Global, PickledCall, unpickle
 from fastload.ext.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
-from fastload.formats.parts import join_pieces, nested, numbered
 from fastload.formats.reading import (
     ReadRange,
     do_at_once,
     read_bytes,
-    read_ends,
     read_limited,
     reads_at_once,
     stat_all,

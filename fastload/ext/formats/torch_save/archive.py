@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.formats.reading import ReadRange
+from fastload.formats.reading import ReadRange, do_at_once, read_bytes
 from fastload.formats.untrusted import show
+from fastload.storage.base import Storage
 
 END = struct.Struct("<4s4H2LH")
 END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -239,3 +241,41 @@ def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
     if sign != b"PK\3\4" or name_length != len(name) or header[LOCAL.size :] != name:
         raise ValueError(f"{show(entry.name)} is not where the directory says")
     return least + int(extra_length)
+
+
+def read_ends(
+    storage: Storage, name: str, begin: int, nbytes: int, head_bytes: int, tail_bytes: int
+) -> ReadRange:
+    """Reads the first bytes of a part of a file; if each request takes a round trip, the last ones at once.
+
+    Args:
+        storage: The storage.
+        name: The file.
+        begin: Offset of the part in the file.
+        nbytes: Length of the part.
+        head_bytes: Number of first bytes to read.
+        tail_bytes: Number of last bytes to read.
+
+    Returns:
+        A function that reads from the part, and makes no request for these bytes.
+    """
+    if storage.probes:
+        tail_bytes = 0
+
+    def read(offset: int, length: int) -> bytes:
+        return read_bytes(storage, name, begin + offset, length)
+
+    if nbytes <= head_bytes + tail_bytes:
+        head_bytes, tail_bytes = nbytes, 0
+    tail_begin = nbytes - tail_bytes
+    ends = [(0, head_bytes), *([(tail_begin, tail_bytes)] if tail_bytes else [])]
+    head, *tail = do_at_once(storage, [partial(read, *end) for end in ends])
+
+    def read_rest(offset: int, length: int) -> bytes:
+        if offset + length <= head_bytes:
+            return head[offset : offset + length]  # type: ignore[no-any-return]
+        if tail and offset >= tail_begin:
+            return tail[0][offset - tail_begin :][:length]  # type: ignore[no-any-return]
+        return read(offset, length)
+
+    return read_rest

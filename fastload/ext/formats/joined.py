@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Guard, Manifest, Piece, TensorEntry, in_order
-from fastload.formats.untrusted import show
+from fastload.formats.untrusted import are_sizes, parse_json, show
 from fastload.formats.values import MAX_DEPTH, encode_value
 from fastload.geometry.box import Box, row_major, tiling_problem
 
@@ -93,6 +93,52 @@ def _piece(part: TensorPart, where: str) -> Piece:
     return Piece(box, stored.file, stored.offset + skipped * itemsize, nbytes, () if is_dense else strides)
 
 
+def join_shards(tensors: Sequence[TensorEntry], infos: Mapping[int, str], url: str) -> list[TensorEntry]:
+    """Joins the shards of each tensor, of files of safetensors with offsets in their headers.
+
+    `HuggingFaceStorageWriter` of torch.distributed.checkpoint saves them with ``save_distributed=True``.
+
+    Args:
+        tensors: The tensors in the files.
+        infos: The texts of ``DCP_SHARDING_INFO`` in the headers, by index of the file.
+        url: The checkpoint, for messages.
+
+    Raises:
+        ManifestError: A text is malformed, or shards do not tile a tensor.
+    """
+    shards: dict[str, list[tuple[Box, TensorEntry]]] = {}
+    offsets = {file: _offsets(text, url) for file, text in infos.items()}
+    for entry in tensors:
+        of_file = offsets.get(entry.file, {})
+        at = of_file.get(entry.name, (0,) * len(entry.shape))
+        if len(at) != len(entry.shape):
+            raise ManifestError(
+                f"{url}: a shard of {show(entry.name)} of shape {list(entry.shape)} begins at {list(at)}"
+            )
+        shards.setdefault(entry.name, []).append((Box(at, entry.shape), entry))
+    return in_order(_joined_shards(name, parts, url) for name, parts in shards.items())
+
+
+def _joined_shards(name: str, parts: Sequence[tuple[Box, TensorEntry]], url: str) -> TensorEntry:
+    if len({len(entry.shape) for _, entry in parts}) > 1:
+        raise ManifestError(f"{url}: shards of {show(name)} have several numbers of dimensions")
+    ends = [[offset + size for offset, size in zip(*box, strict=True)] for box, _ in parts]
+    shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
+    whole = [TensorPart(box, entry, Box((0,) * len(shape), entry.shape)) for box, entry in parts]
+    return join_parts(name, shape, whole, url)
+
+
+def _offsets(text: str, url: str) -> dict[str, tuple[int, ...]]:
+    """Returns the offsets of the shards in a file, by name."""
+    found = {}
+    for name, info in parse_json(text.encode(), f"{url}: where shards begin").items():
+        offsets = info.get("saved_offsets") if isinstance(info, dict) else None
+        if not are_sizes(offsets):
+            raise ManifestError(f"{url}: where shards begin: {show(name)} begins at {show(info)}")
+        found[name] = tuple(offsets)
+    return found
+
+
 def numbered(manifest: Manifest, file: int) -> Manifest:
     """Returns the manifest of a single file, with its tensors in the file of that index."""
     tensors = (
@@ -128,9 +174,6 @@ def join_manifests(
         heads=tuple(heads),
         **about,
     )
-
-
-# Flattened states
 
 
 class _Leaf:
