@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fastload import estimate, policies
     from fastload.ext.checksums.api import seal
     from fastload.ext.redistribute import redistribute
+    from fastload.ext.serve.api import Server, serve
     from fastload.ext.staging.api import stage
     from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
@@ -88,6 +89,7 @@ __all__ = [
     "SaveOptions",
     "SaveRankReport",
     "SaveReport",
+    "Server",
     "StageOptions",
     "StageRankReport",
     "StageReport",
@@ -114,6 +116,7 @@ __all__ = [
     "save",
     "save_stream",
     "seal",
+    "serve",
     "stage",
     "verify",
     "watch",
@@ -127,12 +130,14 @@ _EXTENSIONS = "fastload.ext."
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
+    "Server": "fastload.ext.serve.api",
     "Version": "fastload.ext.watch",
     "Watch": "fastload.ext.watch",
     "random_state": "fastload.training.random_state",
     "redistribute": "fastload.ext.redistribute",
     "seal": "fastload.ext.checksums.api",
     "save_stream": "fastload.ext.streams.save",
+    "serve": "fastload.ext.serve.api",
     "stage": "fastload.ext.staging.api",
     "watch": "fastload.ext.watch",
     "worker_context": "fastload.training.signals",

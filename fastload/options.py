@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from fastload.base.registry import extension
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
+    from fastload.formats.manifest import Manifest
     from fastload.report import LoadReport, SaveReport, StageReport
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
@@ -153,6 +154,8 @@ SAVE_SETTINGS = {
     "trace": SETTINGS["trace"],
 }
 
+_OF_ONE_RANK = ("on_copy", "on_report", "progress")  # which may differ between ranks
+
 _WITH_VARIABLES = {**SETTINGS, **SAVE_SETTINGS}
 _ALL = {**_WITH_VARIABLES, "overwrite": _flag(None), "parts": _flag(False), "base": _path("checkpoint")}
 
@@ -228,9 +231,7 @@ class _Options:
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that have to be the same on all ranks."""
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_ONE_RANK}
 
 
 _OptionsT = TypeVar("_OptionsT", "LoadOptions", "SaveOptions", "StageOptions")
@@ -397,12 +398,44 @@ class SaveOptions(_Options):
     progress: Callable[[int, int], None] | None = None
 
 
+class CopyInProgress(Protocol):
+    """A copy that `fastload.stage` makes on this host; any thread may ask it what is there."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint that is copied."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The path that it will have."""
+        ...
+
+    @property
+    def folder(self) -> str:
+        """The directory that it is in until it is complete."""
+        ...
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The files: the name in the checkpoint, empty for a single file → the name in the directory."""
+        ...
+
+    def has(self, name: str, begin: int, end: int) -> bool:
+        """Whether a byte range of a file, by its name in the checkpoint, is there and verified."""
+        ...
+
+    def ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """Returns all byte ranges that are there and verified: disjoint (begin, end), ascending."""
+        ...
+
+
 @_with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
 class StageOptions(_Options):
     """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
-    All ranks of a group must use the same values, except for `on_report` and `progress`.
+    All ranks of a group must use the same values, except for `on_copy`, `on_report` and `progress`.
 
     Attributes:
         overwrite: Whether another checkpoint at the path is replaced.
@@ -412,6 +445,8 @@ class StageOptions(_Options):
         bases: As in `LoadOptions`.
         write_threads: Writes in flight on each host; None chooses.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
+        on_copy: Called on one rank of each host, with the copy that it begins to make; not if there is a
+            complete one. `Server.follow` serves what is there of it.
         on_report: Called on each rank with the `StageReport` after success. An exception is raised on all
             ranks.
         progress: Called on one rank of each host with (bytes received, bytes to receive).
@@ -430,5 +465,6 @@ class StageOptions(_Options):
     write_threads: int | None = _setting("write_threads")
     retries: int = _setting("retries")
     bases: str | os.PathLike[str] | None = _setting("bases")
+    on_copy: Callable[[CopyInProgress], None] | None = None
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

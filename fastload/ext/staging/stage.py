@@ -11,7 +11,7 @@ import posixpath
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -179,6 +179,9 @@ class Stage:
         with world.step(f"preparing to stage to {self._path}") as step:
             if world.rank == leaders.own:
                 self._copy, self._stock = take_stock(world, inventory, self._path, self._options)
+                if self._copy is not None and self._options.on_copy is not None:
+                    stored, folder = self._access.stored, self._copy.data_path
+                    self._options.on_copy(GrowingCopy(stored, self._path, folder, inventory, self._stock))
                 place = self._copy.data_path if self._copy is not None else self._path
                 held = as_ranges(self._stock.held)
                 step.answer({"complete": self._copy is None, "held": held, "place": place})
@@ -371,6 +374,44 @@ class Stage:
         if self._copy is not None and ended:
             # A write that hangs needs its descriptor: the number of a closed one may soon be another file's.
             (self._copy.close if any(self._stock.held) else self._copy.abort)()
+
+
+@dataclass(frozen=True)
+class GrowingCopy:
+    """A `fastload.options.CopyInProgress`; see there.
+
+    Attributes:
+        manifest: The checkpoint.
+        path: The path of the copy.
+        folder: The directory that it is in for now.
+        inventory: Its files.
+        stock: The blocks that are there.
+    """
+
+    manifest: Manifest
+    path: str
+    folder: str
+    inventory: Inventory
+    stock: Stock
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The files: the name in the checkpoint → the name in the directory."""
+        files = self.inventory.files
+        pairs = zip(at_source(self.manifest, files), files, strict=True)
+        return {original.name: file.name for original, file in pairs}
+
+    def has(self, name: str, begin: int, end: int) -> bool:
+        """Whether a byte range of a file is there and verified."""
+        file, blocks = list(self.names).index(name), self.inventory.blocks
+        first, last = blocks.number_at(file, begin), blocks.number_at(file, end - 1)
+        return self.stock.held.find(0, first, last + 1) < 0
+
+    def ranges(self) -> dict[str, list[tuple[int, int]]]:
+        """Returns all byte ranges that are there and verified."""
+        originals = {copied: original for original, copied in self.names.items()}
+        found = self.inventory.ranges(bytes(self.stock.held))
+        return {originals[name]: ranges for name, ranges in found.items()}
 
 
 @dataclass(frozen=True)
