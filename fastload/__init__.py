@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fastload.ext.checksums.api import seal
     from fastload.ext.redistribute import redistribute
     from fastload.ext.serve.api import Server, serve
+    from fastload.ext.serve.peers import peers
     from fastload.ext.staging.api import stage
     from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
@@ -108,6 +109,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "peers",
     "policies",
     "prefetch",
     "random_state",
@@ -133,6 +135,7 @@ _MODULES = {
     "Server": "fastload.ext.serve.api",
     "Version": "fastload.ext.watch",
     "Watch": "fastload.ext.watch",
+    "peers": "fastload.ext.serve.peers",
     "random_state": "fastload.training.random_state",
     "redistribute": "fastload.ext.redistribute",
     "seal": "fastload.ext.checksums.api",

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from fastload.base.registry import extension
+from fastload.base.registry import extension, extensions
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
     from fastload.formats.manifest import Manifest
+    from fastload.formats.sources import Source
     from fastload.report import LoadReport, SaveReport, StageReport
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
@@ -154,10 +155,14 @@ SAVE_SETTINGS = {
     "trace": SETTINGS["trace"],
 }
 
-_OF_ONE_RANK = ("on_copy", "on_report", "progress")  # which may differ between ranks
+_OF_ONE_RANK = ("on_copy", "on_report", "progress", "sources")  # which may differ between ranks
 
 _WITH_VARIABLES = {**SETTINGS, **SAVE_SETTINGS}
 _ALL = {**_WITH_VARIABLES, "overwrite": _flag(None), "parts": _flag(False), "base": _path("checkpoint")}
+
+
+_PREFIX = "FASTLOAD_"
+_VARIABLES = {f"{_PREFIX}{name.upper()}" for name in _WITH_VARIABLES}
 
 
 def named_staging(staging_bytes: int) -> str:
@@ -168,13 +173,13 @@ def named_staging(staging_bytes: int) -> str:
 
 def _default(name: str) -> Any:
     setting = _WITH_VARIABLES[name]
-    text = os.environ.get(f"FASTLOAD_{name.upper()}")
+    text = os.environ.get(f"{_PREFIX}{name.upper()}")
     if text is None:
         return setting.default
     try:
         return setting.parse(text)
     except ValueError as error:
-        raise OptionError(f"FASTLOAD_{name.upper()}={text!r}: {error}") from None
+        raise OptionError(f"{_PREFIX}{name.upper()}={text!r}: {error}") from None
 
 
 def _setting(name: str) -> Any:
@@ -221,6 +226,9 @@ class _Options:
             is_open = value is None and getattr(type(self), name, setting.default) is None
             if not (is_open or setting.allows(value)):
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
+        if isinstance(self, LoadOptions | StageOptions):
+            given = _sources_in_environment() if self.sources is None else tuple(self.sources)
+            object.__setattr__(self, "sources", given)
         if getattr(self, "trace", None) is not None:
             extension("observers", "trace", "trace=")
 
@@ -232,6 +240,16 @@ class _Options:
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that have to be the same on all ranks."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_ONE_RANK}
+
+
+def _sources_in_environment() -> tuple[Source, ...]:
+    """Returns the sources that environment variables name."""
+    given = {name: text for name, text in environment(_PREFIX).items() if name not in _VARIABLES and text}
+    if not given:
+        return ()
+    known = extensions("sources")
+    names = [name for name in sorted(known) if f"{_PREFIX}{name.upper()}" in given]
+    return tuple(known[name].load()(given[f"{_PREFIX}{name.upper()}"]) for name in names)
 
 
 _OptionsT = TypeVar("_OptionsT", "LoadOptions", "SaveOptions", "StageOptions")
@@ -278,7 +296,7 @@ def _with_defaults_shown(options: _O) -> _O:
 class LoadOptions(_Options):
     """How to load. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
-    All ranks of a group must use the same values, except for `on_report` and `progress`.
+    All ranks of a group must use the same values, except for `sources`, `on_report` and `progress`.
 
     Attributes:
         strategy: ``auto``, ``allgather`` (each rank reads 1/N), ``broadcast`` (one rank reads) or ``direct``
@@ -306,6 +324,8 @@ class LoadOptions(_Options):
             not next to the delta; see docs/deltas.md.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
             for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
+        sources: Places that may have the bytes, and are asked before storage, such as `fastload.peers`; None
+            for those that environment variables name (``FASTLOAD_PEERS``). See docs/peers.md.
         on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
             all ranks.
         progress: Called on each rank with (bytes placed, bytes wanted) during the load.
@@ -328,6 +348,7 @@ class LoadOptions(_Options):
     dequantize: bool = _setting("dequantize")
     bases: str | os.PathLike[str] | None = _setting("bases")
     trace: str | os.PathLike[str] | None = _setting("trace")
+    sources: Sequence[Source] | None = None
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -435,14 +456,15 @@ class CopyInProgress(Protocol):
 class StageOptions(_Options):
     """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
-    All ranks of a group must use the same values, except for `on_copy`, `on_report` and `progress`.
+    All ranks of a group must use the same values, except for `sources`, `on_copy`, `on_report` and
+    `progress`.
 
     Attributes:
         overwrite: Whether another checkpoint at the path is replaced.
         verify: Whether the bytes of an existing copy are read and checked, not only the sizes of its files,
             and new bytes are compared with the commit record, if the checkpoint has one.
         chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
-        bases: As in `LoadOptions`.
+        bases, sources: As in `LoadOptions`.
         write_threads: Writes in flight on each host; None chooses.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
         on_copy: Called on one rank of each host, with the copy that it begins to make; not if there is a
@@ -465,6 +487,7 @@ class StageOptions(_Options):
     write_threads: int | None = _setting("write_threads")
     retries: int = _setting("retries")
     bases: str | os.PathLike[str] | None = _setting("bases")
+    sources: Sequence[Source] | None = None
     on_copy: Callable[[CopyInProgress], None] | None = None
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

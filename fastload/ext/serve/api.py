@@ -20,6 +20,7 @@ from fastload.errors import OptionError
 from fastload.ext.serve.access import read_token, server_context
 from fastload.ext.serve.checkpoints import Shelf, open_copy
 from fastload.ext.serve.pace import give_way
+from fastload.ext.serve.process import SERVERS
 from fastload.options import CopyInProgress, parse_bytes
 from fastload.storage import local_directory
 
@@ -72,7 +73,7 @@ def serve(
         StorageError: It cannot be read.
     """
     try:
-        from fastload.ext.serve.server import ServeTerms, Responder
+        from fastload.ext.serve.server import Responder, ServeTerms
     except ModuleNotFoundError as error:
         raise OptionError(f"serving needs {error.name}: pip install 'fastload-torch[serve]'") from None
     bytes_s = _parse_rate(rate)
@@ -88,7 +89,9 @@ def serve(
     except BaseException:
         shelf.close()
         raise
-    terms = ServeTerms(token, bytes_s, max_connections, secrets.token_hex(8))
+    ident = secrets.token_hex(8)
+    SERVERS.add(ident)
+    terms = ServeTerms(token, bytes_s, max_connections, ident)
     return Server(partial(Responder, shelf, terms), shelf, listener, context)
 
 
@@ -173,7 +176,7 @@ def _listen(host: str, port: int, *, is_protected: bool) -> socket.socket:
         raise OptionError(f"{where}: no port")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if not is_protected and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+        if not is_protected and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise OptionError(
                 f"{where}: whoever reaches this address could read the checkpoints: give token_file= (and "
                 "certificate=), or insecure=True for a network that you trust"

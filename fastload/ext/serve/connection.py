@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import select
 import socket
 import ssl
 import time
@@ -61,9 +62,6 @@ class Connection:
         endpoint: The server.
         timeout_s: The longest wait for it to connect.
 
-    Attributes:
-        is_used: Whether it has had a response: the server may have closed it since.
-
     Raises:
         PeerFault: It does not connect.
     """
@@ -71,7 +69,6 @@ class Connection:
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self._endpoint = endpoint
         self._until_s = time.monotonic() + timeout_s
-        self.is_used = False
         try:
             connected = socket.create_connection((endpoint.address, endpoint.port), timeout_s)
         except OSError as error:
@@ -138,6 +135,12 @@ class Connection:
         self._receive(buffers, rest)
         return first_s
 
+    def is_open(self) -> bool:
+        """Whether the server has neither closed it nor sent anything unasked."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
     def stop(self) -> None:
         """Ends a request that another thread waits for."""
         with suppress(OSError):
@@ -166,7 +169,6 @@ class Connection:
                 head += more
         except OSError as error:
             raise PeerFault(_text_of(error), is_passing=not isinstance(error, TimeoutError)) from None
-        self.is_used = True
         head, _, rest = head.partition(b"\r\n\r\n")
         first, *others = head.split(b"\r\n")
         status = _STATUS.match(first)

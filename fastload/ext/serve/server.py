@@ -18,8 +18,9 @@ from aiohttp.web_protocol import RequestHandler
 from fastload.base.version import __version__
 from fastload.ext.serve.access import is_authorized
 from fastload.ext.serve.checkpoints import Served, Shelf
-from fastload.ext.serve.coverage import READS, covered_to, joined
+from fastload.ext.serve.coverage import covered_to, joined
 from fastload.ext.serve.pace import Rate
+from fastload.ext.serve.process import READS
 
 _TICK_S = 1.0
 _IDLE_S = 15.0  # until a connection without a complete request is closed

@@ -313,6 +313,8 @@ class Stage:
             leads=world.rank == leaders.own,
             note=leaders.notes.get(world.rank, ""),
             bytes_read=self._access.storage.bytes_read - self._header_bytes,
+            bytes_supplied=self._access.storage.supplied_bytes,
+            problems="; ".join(self._access.storage.problems),
             bytes_kept=stock.kept_bytes,
             flush_s=flush_s,
             retries=self._access.storage.num_retries,
