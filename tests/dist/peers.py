@@ -17,14 +17,14 @@ from tests.dist.flaky_server import Handler, Server, serving
 __all__ = ["FAULTS", "FarStorage", "FaultyPeer", "faulty_peer"]
 
 FAULTS = (
-    "absent", "another", "cut", "flip", "garbage", "gone", "huge index", "length", "malformed", "page", "refuse",
-    "reset", "shifted", "short", "stall", "token", "trickle",
+    "absent", "another", "cut", "flip", "garbage", "gone", "huge index", "length", "malformed", "page",
+    "refuse", "reset", "shifted", "short", "stall", "token", "trickle",
 )  # fmt: skip
 """How a `FaultyPeer` fails."""
 
 
 class FarStorage(LocalStorage):
-    """A directory that all hosts read through one link; the scheme ``far`` in tests, by `register_storage`."""
+    """A directory that all hosts read through one link; in tests the scheme ``far``."""
 
     shared = True
     in_order = False

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fastload.errors import OptionError
 from fastload.ext.serve.access import read_token, server_context
-from fastload.ext.serve.checkpoints import Shelf, open_copy
+from fastload.ext.serve.checkpoints import Shelf, open_checkpoint, open_copy
 from fastload.ext.serve.pace import give_way
 from fastload.ext.serve.process import SERVERS
 from fastload.options import CopyInProgress, parse_bytes
@@ -126,6 +126,18 @@ class Server:
     def follow(self, copy: CopyInProgress) -> None:
         """Serves a copy while it is made, as `StageOptions.on_copy`: what is verified, and no more."""
         self._shelf.add(open_copy(copy))
+
+    def add(self, path: str | os.PathLike[str]) -> None:
+        """Serves one more checkpoint, below its name.
+
+        Raises:
+            CheckpointNotFound: There is none at the path.
+            CheckpointError: It has no checksums, or is malformed.
+            StorageError: It cannot be read.
+        """
+        place = local_directory(path, "serve")
+        found = open_checkpoint(place)
+        self._shelf.add({name or os.path.basename(place): served for name, served in found.items()})
 
     def close(self) -> None:
         """Ends all connections, and waits until the thread has ended."""

@@ -169,7 +169,7 @@ class Shelf:
         if path is None:
             return
         with suppress(CheckpointNotFound):
-            self._single = _open_checkpoint(path)
+            self._single = open_checkpoint(path)
         if not self._single and not os.path.isdir(path):
             raise CheckpointNotFound(f"{path}: no such checkpoint, and no directory of checkpoints")
         self.look()
@@ -196,8 +196,11 @@ class Shelf:
         return {**self._found, **self._single, **self._copies}
 
     def add(self, copy: Mapping[str, Served]) -> None:
-        """Adds checkpoints, such as a copy that is being made."""
-        self._copies.update(copy)
+        """Adds checkpoints, such as a copy that is being made, in place of those of the same names."""
+        replaced = [self._copies[name] for name in copy if name in self._copies]
+        self._copies = {**self._copies, **copy}
+        for served in replaced:
+            served.close()
 
     def close(self) -> None:
         """Closes all directories."""
@@ -216,11 +219,11 @@ class Shelf:
             found.pop(name).close()
         for name in [name for name in records if records[name] != self._records.get(name)]:
             with suppress(FastloadError):  # incomplete, damaged, or of a newer version: nothing to serve
-                [found[name]] = _open_checkpoint(os.path.join(root, name)).values()
+                [found[name]] = open_checkpoint(os.path.join(root, name)).values()
         self._records, self._found = records, found
 
 
-def _open_checkpoint(path: str) -> dict[str, Served]:
+def open_checkpoint(path: str) -> dict[str, Served]:
     """Returns the checkpoint at a path by its name: that of a single file, or empty."""
     with closing(open_with_sibling(path, NAMES, sibling=SEAL_NAME, patience=_PATIENCE)) as storage:
         manifest = read_manifest(storage)

@@ -11,7 +11,7 @@ from fastload.ext.serve.connection import Connection, Endpoint, PeerFault
 from fastload.ext.serve.coverage import Ranges, covered_to, joined
 
 _FRESH_S = 0.25  # what a peer has said it has, while it is getting more
-_AGAIN_S = 2.0  # between attempts to reach a peer that is not there yet
+_AGAIN_S = 2.0  # between questions to a peer that does not answer
 _MEASURED_S = 1.0
 _MEMORY_S = 2.0  # after which old speeds count half
 
@@ -129,6 +129,7 @@ class Peer:
         num_faults: Passing faults in a row.
         rests_until_s: When it may be asked again, by `time.monotonic`.
         answered_s: When it has last said what it has, or failed to.
+        has_answered: Whether it did answer then.
         is_asking: Whether it is being asked.
         speed: That of the bytes it delivers.
         idle: Open connections that nobody uses.
@@ -141,6 +142,7 @@ class Peer:
     num_faults: int = 0
     rests_until_s: float = 0.0
     answered_s: float = float("-inf")
+    has_answered: bool = False
     is_asking: bool = False
     speed: Speed = field(default_factory=Speed)
     idle: list[Connection] = field(default_factory=list)
@@ -154,7 +156,7 @@ class Peer:
         is_complete = self.offer is not None and self.offer.ranges is None
         if self.is_left or self.is_asking or is_complete:
             return False
-        return now_s - self.answered_s >= (_FRESH_S if self.offer is not None else _AGAIN_S)
+        return now_s - self.answered_s >= (_FRESH_S if self.has_answered else _AGAIN_S)
 
 
 def last_within(ends: Sequence[int], covered: int) -> int:

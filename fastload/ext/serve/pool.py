@@ -21,10 +21,11 @@ _NUM_ASKERS = 16
 _CONNECT_S = 2.0
 _INDEX_S = 5.0
 _GREETING_S = 2.5  # the longest wait for the first answers
-_ANSWER_S = 0.25  # and for later ones
+_ANSWER_S = 1.0  # and for later ones of peers that have answered before
 _RESOLVE_S = 5.0
 _WAIT_S = 1.0
 _REST_S = 1.0  # for a peer after a passing fault
+_SHORT_REST_S = 0.25
 _MOST_FAULTS = 3  # in a row
 _MOST_REQUESTS = 4  # at once to one peer
 # A request that takes longer is late: what a peer needs for one at least, or much more than it usually does.
@@ -32,24 +33,25 @@ _LATE_S, _LEAST_BYTES_S = 10.0, 1e6
 _LEAST_LATE_S, _LATE_FACTOR = 5.0, 8
 _USUAL_BYTES_S = 32e6  # of an origin that was not measured yet
 _SLOW_PART = 4
+_QUEUE_S, _FEWEST_READS = 0.5, 4  # of the origin, which are under way at once while peers may get more
 
 
 class Loan(NamedTuple):
-    """A peer that is asked for bytes next.
+    """Who is asked for bytes next.
 
     Attributes:
-        peer: It.
-        folder: The path of the checkpoint there.
-        end: The end of the bytes to ask it for.
+        peer: The peer; None for the origin.
+        end: The end of the bytes to ask for.
+        folder: The path of the checkpoint on the peer.
         is_coming: Whether some of them are only on their way there.
         timeout_s: How long they may take.
     """
 
-    peer: Peer
-    folder: str
+    peer: Peer | None
     end: int
-    is_coming: bool
-    timeout_s: float
+    folder: str = ""
+    is_coming: bool = False
+    timeout_s: float = 0.0
 
 
 class PeerPool:
@@ -70,9 +72,10 @@ class PeerPool:
         self._is_stopped = False
         self._in_use: set[Connection] = set()
         self._origin = Speed()
+        self._waits = Speed()  # for bytes that are on their way to a peer
 
-    def lend(self, name: str, at: int, ends: Sequence[int]) -> Loan | None:
-        """Chooses a peer for the next bytes of a file; waits while those that have them are busy.
+    def lend(self, name: str, at: int, ends: Sequence[int]) -> Loan:
+        """Chooses who is asked for the next bytes of a file; waits while those who have them are busy.
 
         Args:
             name: The file.
@@ -80,67 +83,35 @@ class PeerPool:
             ends: The ends of the checksum blocks from there on, ascending.
 
         Returns:
-            The peer, for `give_back`; None if none has the first block, or if the origin is far faster.
+            A peer that has the first block, or else the origin; for `give_back`.
         """
         with self._changed:
             while not self._is_stopped:
                 now_s = time.monotonic()
                 self._ask_due(now_s)
-                loans = self._possible(name, at, ends, now_s)
-                if not loans:
-                    left_s = self._questions.left_s(now_s)
-                    if left_s <= 0:
-                        return None
-                    self._changed.wait(left_s)
-                    continue
-                loan = min(loans, key=lambda one: (one.is_coming, one.peer.speed.expected_s(one.end - at)))
-                if loan.is_coming:
+                wait_s, loan = self._choose(name, at, ends, now_s)
+                if loan is not None:
+                    self._speed_of(loan).begin(loan.end - at)
                     return loan
-                if self._is_origin_faster(now_s):
-                    return None
-                if loan.peer.speed.num_requests < (_MOST_REQUESTS if loan.peer.speed.bytes_s else 1):
-                    loan.peer.speed.begin(loan.end - at)
-                    return loan
-                self._changed.wait(_WAIT_S)
-        return None
+                self._changed.wait(wait_s)
+            self._origin.begin(ends[-1] - at)
+        return Loan(None, ends[-1])
 
     def give_back(self, loan: Loan, nbytes: int, fault: PeerFault | None) -> None:
         """Notes the outcome of a request.
 
         Args:
-            loan: The peer.
-            nbytes: The bytes that it was asked for.
-            fault: Why they did not come; None if they did.
+            loan: Who was asked.
+            nbytes: The bytes that were asked for.
+            fault: Why a peer has not delivered them; None if it has.
         """
-        peer = loan.peer
         with self._changed:
-            if not loan.is_coming:
-                peer.speed.end(nbytes, nbytes if fault is None else 0)
-            if fault is None:
-                peer.num_faults = 0
-            elif not self._is_stopped:
-                self._note_fault(peer, fault)
+            self._speed_of(loan).end(nbytes, nbytes if fault is None else 0)
+            if loan.peer is not None and fault is None:
+                loan.peer.num_faults = 0
+            elif loan.peer is not None and fault is not None and not self._is_stopped:
+                self._note_fault(loan.peer, fault, is_coming=loan.is_coming)
             self._changed.notify_all()
-
-    def gap_end(self, name: str, at: int, end: int) -> int:
-        """Returns the first byte after one that no peer has, which some peer has or will have soon."""
-        now_s = time.monotonic()
-        with self._changed:
-            offers = [peer.offer for peer in self._peers.values() if peer.is_usable(now_s) and peer.offer]
-        return min((offer.begins_after(name, at, end) for offer in offers), default=end)
-
-    @contextmanager
-    def reading_origin(self, nbytes: int) -> Iterator[None]:
-        """Measures a read from the origin."""
-        came_bytes = 0
-        with self._changed:
-            self._origin.begin(nbytes)
-        try:
-            yield
-            came_bytes = nbytes
-        finally:
-            with self._changed:
-                self._origin.end(nbytes, came_bytes)
 
     @contextmanager
     def connection(self, peer: Peer) -> Iterator[Connection]:
@@ -197,6 +168,42 @@ class PeerPool:
 
     # The choice, with the lock
 
+    def _choose(self, name: str, at: int, ends: Sequence[int], now_s: float) -> tuple[float, Loan | None]:
+        """Returns who is asked; or how long to wait until someone else may be, in seconds, and None."""
+        loans = self._possible(name, at, ends, now_s)
+        if not loans:
+            wait_s = self._questions.left_s(now_s)
+            return (wait_s, None) if wait_s > 0 else self._choose_origin(name, at, ends, now_s)
+        loan = min(loans, key=lambda one: (one.is_coming, self._speed_of(one).expected_s(one.end - at)))
+        if loan.is_coming:
+            return 0.0, loan
+        if self._is_origin_faster(now_s):
+            return 0.0, Loan(None, loan.end)
+        speed = self._speed_of(loan)
+        is_free = speed.num_requests < (_MOST_REQUESTS if speed.bytes_s else 1)
+        return _WAIT_S, loan if is_free else None
+
+    def _choose_origin(
+        self, name: str, at: int, ends: Sequence[int], now_s: float
+    ) -> tuple[float, Loan | None]:
+        """Chooses the origin, unless so much of it is being read that peers may have the bytes earlier."""
+        gap_end = ends[-1]
+        for peer in self._peers.values():
+            if peer.offer is not None and peer.is_usable(now_s):
+                gap_end = peer.offer.begins_after(name, at, gap_end)
+        end = next(end for end in ends if end >= gap_end)
+        others_may_come = not all(peer.is_left for peer in self._peers.values())
+        most_bytes = max(_QUEUE_S * self._origin.bytes_s, _FEWEST_READS * (end - at))
+        if others_may_come and self._origin.queued_bytes + end - at > most_bytes:
+            return _SHORT_REST_S, None
+        return 0.0, Loan(None, end)
+
+    def _speed_of(self, loan: Loan) -> Speed:
+        """Returns where the bytes of a loan count."""
+        if loan.peer is None:
+            return self._origin
+        return self._waits if loan.is_coming else loan.peer.speed
+
     def _possible(self, name: str, at: int, ends: Sequence[int], now_s: float) -> list[Loan]:
         """Returns a loan for each peer that has the first block, or will have it soon."""
         found = []
@@ -207,7 +214,7 @@ class PeerPool:
             end = there or last_within(ends, peer.offer.coming_to(name, at, ends[-1]))
             if end:
                 timeout_s = _timeout_s(peer.speed, end - at, is_coming=not there)
-                found.append(Loan(peer, peer.offer.folder, end, not there, timeout_s))
+                found.append(Loan(peer, end, peer.offer.folder, not there, timeout_s))
         return found
 
     def _is_origin_faster(self, now_s: float) -> bool:
@@ -227,7 +234,11 @@ class PeerPool:
                 self._leave(peer, f"delivers {rates}")
         return True
 
-    def _note_fault(self, peer: Peer, fault: PeerFault) -> None:
+    def _note_fault(self, peer: Peer, fault: PeerFault, *, is_coming: bool) -> None:
+        if is_coming and fault.is_passing:  # its origin has failed, perhaps, or is slow
+            peer.rests_until_s = time.monotonic() + _SHORT_REST_S
+            peer.answered_s = float("-inf")
+            return
         peer.num_faults += 1
         peer.rests_until_s = time.monotonic() + _REST_S
         peer.answered_s = float("-inf")
@@ -250,8 +261,10 @@ class PeerPool:
         for peer in self._peers.values():
             if peer.is_due(now_s):
                 peer.is_asking = True
-                self._questions.begin(now_s)
-                self._workers.submit(partial(self._ask, peer))
+                is_awaited = peer.has_answered or self._questions.is_first
+                if is_awaited:
+                    self._questions.begin(now_s)
+                self._workers.submit(partial(self._ask, peer, is_awaited=is_awaited))
 
     def _find(self) -> None:
         """Finds out where peers are."""
@@ -267,8 +280,8 @@ class PeerPool:
                 self._questions.end()
                 self._changed.notify_all()
 
-    def _ask(self, peer: Peer) -> None:
-        """Asks a peer what it has."""
+    def _ask(self, peer: Peer, *, is_awaited: bool) -> None:
+        """Asks a peer what it has; `is_awaited` if readers wait for the answer."""
         fault = offer = None
         is_own = False
         try:
@@ -280,6 +293,7 @@ class PeerPool:
             fault = error
         with self._changed:
             peer.is_asking, peer.answered_s, peer.offer = False, time.monotonic(), offer
+            peer.has_answered = fault is None
             if is_own:
                 peer.offer, peer.is_left, peer.problem = None, True, ""
             elif offer is not None:
@@ -288,18 +302,23 @@ class PeerPool:
                 peer.problem = str(fault or "has no such checkpoint")
             else:
                 self._leave(peer, str(fault))
-            self._questions.end()
+            if is_awaited:
+                self._questions.end()
             self._changed.notify_all()
 
 
 class _Questions:
-    """The questions to peers that have no answer yet."""
+    """The questions to peers that have no answer yet.
+
+    Attributes:
+        is_first: Whether the first ones are among them, or there was none yet.
+    """
 
     def __init__(self) -> None:
         self._num_open = 0
         self._began_s = 0.0
         self._resolved_s = float("-inf")
-        self._is_first = True  # until all of the first ones have an answer
+        self.is_first = True
 
     def is_resolve_due(self, now_s: float) -> bool:
         """Whether to find out again where peers are."""
@@ -307,7 +326,7 @@ class _Questions:
 
     def begin(self, now_s: float, *, resolves: bool = False) -> None:
         """Notes a question."""
-        if not self._num_open or not self._is_first:
+        if not self._num_open or not self.is_first:
             self._began_s = now_s
         self._num_open += 1
         if resolves:
@@ -316,13 +335,13 @@ class _Questions:
     def end(self) -> None:
         """Notes an answer."""
         self._num_open -= 1
-        self._is_first = self._is_first and bool(self._num_open)
+        self.is_first = self.is_first and bool(self._num_open)
 
     def left_s(self, now_s: float) -> float:
         """Returns how long it pays to wait for an answer; 0 or less if it does not."""
         if not self._num_open:
             return 0.0
-        return self._began_s + (_GREETING_S if self._is_first else _ANSWER_S) - now_s
+        return self._began_s + (_GREETING_S if self.is_first else _ANSWER_S) - now_s
 
 
 def _timeout_s(speed: Speed, nbytes: int, *, is_coming: bool) -> float:

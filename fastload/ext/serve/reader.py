@@ -8,6 +8,7 @@ from typing import NamedTuple
 import xxhash
 
 from fastload.ext.serve.connection import PeerFault
+from fastload.ext.serve.peer import Peer
 from fastload.ext.serve.pool import Loan, PeerPool
 from fastload.ext.serve.process import READS
 from fastload.formats.manifest import Manifest
@@ -68,17 +69,11 @@ class PeerReader(LayeredReader):
             return
         rest: Sequence[memoryview] = buffers
         for part in self._parts(name, offset, offset + sum(map(len, buffers))):
-            at, ends = part.begin, part.ends
-            while at < part.end:
-                loan = self._pool.lend(name, at, ends) if ends else None
-                stop = loan.end if loan is not None else self._gap_end(name, at, part)
-                taken, left = take(rest, stop - at)
-                if loan is None:
-                    self._read_origin(name, at, taken, version)
-                elif not self._ask(loan, name, at, taken):
-                    continue
-                at, rest = stop, left
-                ends = tuple(end for end in ends if end > at)
+            taken, rest = take(rest, part.end - part.begin)
+            if part.ends:
+                self._read_blocks(name, part, taken, version)
+            else:
+                super().read_into(name, part.begin, taken, version)
 
     def skip_sources(self, skipped: bool) -> None:
         super().skip_sources(skipped)
@@ -113,32 +108,37 @@ class PeerReader(LayeredReader):
         if last < end:
             yield _Part(last, end, ())
 
-    def _gap_end(self, name: str, at: int, part: _Part) -> int:
-        """Returns the end of what to read from the origin: up to a block that a peer has."""
-        if not part.ends:
-            return part.end
-        gap_end = self._pool.gap_end(name, at, part.end)
-        return next(end for end in part.ends if end >= gap_end and end > at)
+    def _read_blocks(self, name: str, part: _Part, buffers: Sequence[memoryview], version: str) -> None:
+        """Reads adjacent checksum blocks, from one place after the other."""
+        at, ends = part.begin, part.ends
+        while ends:
+            loan, fault = self._pool.lend(name, at, ends), None
+            taken, left = take(buffers, loan.end - at)
+            try:
+                if loan.peer is None:
+                    with READS.noted(self._digest, name, at, loan.end):
+                        super().read_into(name, at, taken, version)
+                else:
+                    self._ask(loan.peer, loan, name, at, taken)
+            except PeerFault as error:
+                fault = error
+            finally:
+                self._pool.give_back(loan, loan.end - at, fault)
+            if fault is None:
+                at, buffers = loan.end, left
+                ends = tuple(end for end in ends if end > at)
 
-    def _read_origin(self, name: str, at: int, buffers: Sequence[memoryview], version: str) -> None:
-        nbytes = sum(map(len, buffers))
-        with READS.noted(self._digest, name, at, at + nbytes), self._pool.reading_origin(nbytes):
-            super().read_into(name, at, buffers, version)
+    def _ask(self, peer: Peer, loan: Loan, name: str, at: int, buffers: Sequence[memoryview]) -> None:
+        """Asks a peer for blocks.
 
-    def _ask(self, loan: Loan, name: str, at: int, buffers: Sequence[memoryview]) -> bool:
-        """Asks a peer for blocks; returns whether they came, as recorded."""
-        nbytes, fault = loan.end - at, None
+        Raises:
+            PeerFault: They did not come, or are not as recorded.
+        """
         path = "/".join(filter(None, (loan.folder, name)))
-        try:
-            with self._pool.connection(loan.peer) as connection:
-                connection.read(path, at, buffers, self._digest, loan.timeout_s)
-            self._verify(name, at, buffers)
-            self._supplied.add(nbytes)
-        except PeerFault as error:
-            fault = error
-        finally:
-            self._pool.give_back(loan, nbytes, fault)
-        return fault is None
+        with self._pool.connection(peer) as connection:
+            connection.read(path, at, buffers, self._digest, loan.timeout_s)
+        self._verify(name, at, buffers)
+        self._supplied.add(loan.end - at)
 
     def _verify(self, name: str, at: int, buffers: Sequence[memoryview]) -> None:
         """Compares blocks with their recorded checksums.

@@ -167,7 +167,7 @@ class Connections(web.Server):
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         handler = request.protocol
         if handler not in self._idle:  # aborted
-            raise ConnectionResetError
+            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE)
         del self._idle[handler]
         self._busy.add(handler)
         try:

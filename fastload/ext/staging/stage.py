@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.ext.staging.stock import Stock, receipt_of, take_stock
-from fastload.ext.staging.write_files import BlockCheck, FileWriter
+from fastload.ext.staging.write_files import BlockCheck, FileWriter, WritingReader
 from fastload.formats.manifest import FileEntry, Manifest, is_single_file
 from fastload.formats.names import NAMES, SAVING_NAME, SEAL_NAME, STAGED_NAME
 from fastload.formats.open import read_manifest
@@ -117,6 +118,7 @@ class Stage:
         self._began = began
         self._what = f"staging {access.stored.url} to {path}"
         self._header_bytes = access.storage.bytes_read
+        self._turn = 0.0
         # Released at the end, whatever the outcome.
         self._copy: LocalCopy | None = None
         self._stock = Stock.nothing(0)
@@ -140,7 +142,11 @@ class Stage:
             self._release()
 
     def _list(self, manifest: Manifest) -> Inventory:
-        """Lists the files to copy, as the first rank that sees them does."""
+        """Lists the files to copy, as the first rank that sees them does.
+
+        It also chooses where the copy begins: with sources, which may be others that stage, not all at once
+        where they do.
+        """
         with self._world.step(f"listing {manifest.url}") as step:
             if self._world.rank == self._access.readers[0]:
                 others = list_others(self._access.storage, self._access.stored)
@@ -148,8 +154,9 @@ class Stage:
                 # Files without versions cannot be recognized by the next attempt.
                 nonce = new_token() if any(not file.version for file in weak) else ""
                 rows = [[file.name, file.nbytes, file.version] for file in others]
-                step.answer(attach=json.dumps([rows, nonce]).encode())
-        rows, nonce = json.loads(step.attachment)
+                turn = random.random() if self._options.sources else 0.0
+                step.answer(attach=json.dumps([rows, nonce, turn]).encode())
+        rows, nonce, self._turn = json.loads(step.attachment)
         others = [FileEntry(name, nbytes, version, "") for name, nbytes, version in rows]
         block_bytes = min(_BLOCK_BYTES, self._options.chunk_bytes or _BLOCK_BYTES)
         return take_inventory(manifest, others, block_bytes=block_bytes, nonce=nonce)
@@ -197,7 +204,8 @@ class Stage:
                 )
         complete = tuple(rank for rank in leaders.all if stocks[rank]["complete"])
         lacking = [stocks[rank]["held"] for rank in leaders.all if not stocks[rank]["complete"]]
-        return _Missing(complete, tuple(inventory.lacking(held_by_all(lacking, len(inventory.blocks)))))
+        runs = inventory.lacking(held_by_all(lacking, len(inventory.blocks)))
+        return _Missing(complete, tuple(inventory.turned(runs, self._turn)))
 
     def _move(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> _Moved:
         """Moves the data, and agrees with all ranks that all hosts have them."""
@@ -252,7 +260,6 @@ class Stage:
             storage = PatientStorage(LocalStorage(self._path, options.io), patience)
         pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1)
         files = inventory.files if missing.complete else at_source(self._access.stored, inventory.files)
-        reader = ChunkReader(storage, files, pace=pace)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         writer = FileWriter(
             world,
@@ -263,6 +270,9 @@ class Stage:
             check=check,
             num_threads=options.write_threads or DEFAULT_WRITES,
         )
+        if options.sources and not missing.complete:
+            storage = WritingReader(storage, [file.name for file in files], writer)
+        reader = ChunkReader(storage, files, pace=pace)
         pipeline = Pipeline(world, plan, reader, writer, progress=options.progress)
         return _Job(storage, check, writer, pipeline)
 
