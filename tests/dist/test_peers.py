@@ -327,3 +327,31 @@ def test_addresses(text: str, hosts: list[str]) -> None:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(fastload.OptionError, match=r"peers|hosts"):
         fastload.peers(text)
+
+
+def test_a_watch_takes_versions_and_deltas_from_a_server(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    """The engine has no other way to the root of the trainer."""
+    root = tmp_path / "run"
+    fastload.save(state, root / "step_00000001")
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with served(root) as server, fastload.watch(server.url, poll_s=0.05, timeout_s=60) as versions:
+        for step in (1, 2, 3):
+            if step > 1:
+                state["t0"][step] = step
+                base = root / f"step_{step - 1:08}"
+                options = fastload.SaveOptions(base=base)
+                fastload.save(state, root / f"step_{step:08}", options=options)
+            version = next(versions)
+            version.load(into=into)
+            assert (version.step, versions.version) == (step, step)
+            assert_equal(into, state)
+            assert version.checkpoint.report is not None
+            if step > 1:
+                assert version.checkpoint.report.bytes_read < 10_000
+
+
+def test_a_server_of_another_kind_has_no_listing(saved: Path) -> None:
+    with faulty_peer(saved, "page") as peer, pytest.raises(fastload.StorageError, match="no listing"):
+        next(fastload.watch(peer.url, poll_s=0.05, timeout_s=60))
