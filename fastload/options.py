@@ -15,7 +15,7 @@ from fastload.errors import OptionError
 
 if TYPE_CHECKING:
     from fastload.formats.manifest import Manifest
-    from fastload.formats.sources import Source
+    from fastload.formats.sources import ByteSource
     from fastload.report import LoadReport, SaveReport, StageReport
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
@@ -242,7 +242,7 @@ class _Options:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_ONE_RANK}
 
 
-def _sources_in_environment() -> tuple[Source, ...]:
+def _sources_in_environment() -> tuple[ByteSource, ...]:
     """Returns the sources that environment variables name."""
     given = {name: text for name, text in environment(_PREFIX).items() if name not in _VARIABLES and text}
     if not given:
@@ -348,7 +348,7 @@ class LoadOptions(_Options):
     dequantize: bool = _setting("dequantize")
     bases: str | os.PathLike[str] | None = _setting("bases")
     trace: str | os.PathLike[str] | None = _setting("trace")
-    sources: Sequence[Source] | None = None
+    sources: Sequence[ByteSource] | None = None
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -487,7 +487,7 @@ class StageOptions(_Options):
     write_threads: int | None = _setting("write_threads")
     retries: int = _setting("retries")
     bases: str | os.PathLike[str] | None = _setting("bases")
-    sources: Sequence[Source] | None = None
+    sources: Sequence[ByteSource] | None = None
     on_copy: Callable[[CopyInProgress], None] | None = None
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

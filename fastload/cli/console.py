@@ -106,7 +106,7 @@ class _Failing(click.Command):
 
 
 def source_options(command: Command) -> Command:
-    """Adds an option for each kind of `fastload.formats.sources.Source` that is installed."""
+    """Adds an option for each kind of `fastload.formats.sources.ByteSource` that is installed."""
     for name in sorted(extensions("sources")):
         help_text = f"Sources to ask before storage; also FASTLOAD_{name.upper()}."
         command = click.option(f"--{name}", metavar="ADDRESSES", help=help_text)(command)

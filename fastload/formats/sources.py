@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastload.storage import CheckpointReader
 
 
-class Source(ABC):
+class ByteSource(ABC):
     """A place that may have the bytes of a checkpoint; an entry of `LoadOptions.sources`.
 
     A package registers one as an entry point of the group ``fastload.sources``: a function that returns it,

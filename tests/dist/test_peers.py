@@ -19,6 +19,7 @@ from fastload.ext.serve.addresses import parse_addresses
 from fastload.ext.serve.process import SERVERS
 from tests.checkpoints import flip, write_sharded
 from tests.dist.harness import ranks
+from tests.dist.peer_draws import make_checkpoint, run_draw
 from tests.dist.peers import FAULTS, faulty_peer
 
 OPTIONS: dict[str, Any] = {"chunk_bytes": 64 << 10, "timeout_s": 60}
@@ -355,3 +356,9 @@ def test_a_watch_takes_versions_and_deltas_from_a_server(
 def test_a_server_of_another_kind_has_no_listing(saved: Path) -> None:
     with faulty_peer(saved, "page") as peer, pytest.raises(fastload.StorageError, match="no listing"):
         next(fastload.watch(peer.url, poll_s=0.05, timeout_s=60))
+
+
+@pytest.mark.parametrize("seed", [3, 9, 12, 17, 19])
+def test_draws(seed: int, tmp_path: Path) -> None:
+    """A few of those of scripts/peer_draws.py."""
+    print(run_draw(seed, tmp_path, make_checkpoint(tmp_path)))

@@ -118,7 +118,7 @@ class Speed:
 
 
 @dataclass
-class Peer:
+class KnownPeer:
     """A peer.
 
     Attributes:

@@ -15,7 +15,7 @@ from fastload.ext.serve.connection import Endpoint
 from fastload.ext.serve.pool import PeerPool
 from fastload.ext.serve.reader import PeerReader
 from fastload.formats.manifest import Manifest
-from fastload.formats.sources import Source
+from fastload.formats.sources import ByteSource
 from fastload.options import environment
 from fastload.storage import CheckpointReader
 
@@ -63,7 +63,7 @@ def peers(
 
 
 @dataclass(frozen=True)
-class Peers(Source):
+class Peers(ByteSource):
     """Hosts that serve a checkpoint. Made by `fastload.peers`.
 
     Attributes:
@@ -79,7 +79,7 @@ class Peers(Source):
     digest: str | None
 
     def connect(self, origin: CheckpointReader, manifest: Manifest, *, is_base: bool) -> CheckpointReader:
-        """Returns a reader that asks the peers first; see `Source.connect`.
+        """Returns a reader that asks the peers first; see `ByteSource.connect`.
 
         Raises:
             ChecksumError: It is not the checkpoint with the digest.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fastload.base.threads import Workers
 from fastload.ext.serve.connection import Connection, Endpoint, PeerFault
-from fastload.ext.serve.peer import Peer, Speed, last_within, parse_offer
+from fastload.ext.serve.peer import KnownPeer, Speed, last_within, parse_offer
 from fastload.ext.serve.process import SERVERS
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Loan(NamedTuple):
         timeout_s: How long they may take.
     """
 
-    peer: Peer | None
+    peer: KnownPeer | None
     end: int
     folder: str = ""
     is_coming: bool = False
@@ -66,7 +66,7 @@ class PeerPool:
         self._resolve = resolve
         self._digest = digest
         self._changed = threading.Condition()
-        self._peers: dict[Endpoint, Peer] = {}
+        self._peers: dict[Endpoint, KnownPeer] = {}
         self._workers = Workers(_NUM_ASKERS, "fastload-peers")
         self._questions = _Questions()
         self._is_stopped = False
@@ -114,7 +114,7 @@ class PeerPool:
             self._changed.notify_all()
 
     @contextmanager
-    def connection(self, peer: Peer) -> Iterator[Connection]:
+    def connection(self, peer: KnownPeer) -> Iterator[Connection]:
         """Lends a connection to a peer, which is closed if its use fails.
 
         Raises:
@@ -234,7 +234,7 @@ class PeerPool:
                 self._leave(peer, f"delivers {rates}")
         return True
 
-    def _note_fault(self, peer: Peer, fault: PeerFault, *, is_coming: bool) -> None:
+    def _note_fault(self, peer: KnownPeer, fault: PeerFault, *, is_coming: bool) -> None:
         if is_coming and fault.is_passing:  # its origin has failed, perhaps, or is slow
             peer.rests_until_s = time.monotonic() + _SHORT_REST_S
             peer.answered_s = float("-inf")
@@ -246,7 +246,7 @@ class PeerPool:
         if not fault.is_passing or peer.num_faults >= _MOST_FAULTS:
             self._leave(peer, str(fault))
 
-    def _leave(self, peer: Peer, why: str) -> None:
+    def _leave(self, peer: KnownPeer, why: str) -> None:
         if not peer.is_left:
             peer.is_left, peer.problem = True, f"{why}: left alone"
             _log.warning("%s %s", peer.endpoint, peer.problem)
@@ -274,13 +274,13 @@ class PeerPool:
         finally:
             with self._changed:
                 for endpoint in found:
-                    self._peers.setdefault(endpoint, Peer(endpoint, problem="was not asked"))
+                    self._peers.setdefault(endpoint, KnownPeer(endpoint, problem="was not asked"))
                 if not self._is_stopped:
                     self._ask_due(time.monotonic())
                 self._questions.end()
                 self._changed.notify_all()
 
-    def _ask(self, peer: Peer, *, is_awaited: bool) -> None:
+    def _ask(self, peer: KnownPeer, *, is_awaited: bool) -> None:
         """Asks a peer what it has; `is_awaited` if readers wait for the answer."""
         fault = offer = None
         is_own = False

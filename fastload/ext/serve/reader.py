@@ -8,7 +8,7 @@ from typing import NamedTuple
 import xxhash
 
 from fastload.ext.serve.connection import PeerFault
-from fastload.ext.serve.peer import Peer
+from fastload.ext.serve.peer import KnownPeer
 from fastload.ext.serve.pool import Loan, PeerPool
 from fastload.ext.serve.process import READS
 from fastload.formats.manifest import Manifest
@@ -19,7 +19,7 @@ from fastload.storage.base import ByteCounter
 from fastload.storage.reader import LayeredReader
 
 
-class _Part(NamedTuple):
+class _Segment(NamedTuple):
     """A part of a request.
 
     Attributes:
@@ -87,7 +87,7 @@ class PeerReader(LayeredReader):
         self._pool.close()
         super().close()
 
-    def _parts(self, name: str, begin: int, end: int) -> Iterator[_Part]:
+    def _parts(self, name: str, begin: int, end: int) -> Iterator[_Segment]:
         """Cuts a byte range into adjacent checksum blocks and what is between them."""
         at, ends = begin, list[int]()
         number = self._numbers.get(name)
@@ -98,17 +98,17 @@ class PeerReader(LayeredReader):
             last = ends[-1] if ends else at
             if block.offset > last:
                 if ends:
-                    yield _Part(at, last, tuple(ends))
-                yield _Part(last, block.offset, ())
+                    yield _Segment(at, last, tuple(ends))
+                yield _Segment(last, block.offset, ())
                 at, ends = block.offset, []
             ends.append(block.end)
         last = ends[-1] if ends else at
         if ends:
-            yield _Part(at, last, tuple(ends))
+            yield _Segment(at, last, tuple(ends))
         if last < end:
-            yield _Part(last, end, ())
+            yield _Segment(last, end, ())
 
-    def _read_blocks(self, name: str, part: _Part, buffers: Sequence[memoryview], version: str) -> None:
+    def _read_blocks(self, name: str, part: _Segment, buffers: Sequence[memoryview], version: str) -> None:
         """Reads adjacent checksum blocks, from one place after the other."""
         at, ends = part.begin, part.ends
         while ends:
@@ -128,7 +128,7 @@ class PeerReader(LayeredReader):
                 at, buffers = loan.end, left
                 ends = tuple(end for end in ends if end > at)
 
-    def _ask(self, peer: Peer, loan: Loan, name: str, at: int, buffers: Sequence[memoryview]) -> None:
+    def _ask(self, peer: KnownPeer, loan: Loan, name: str, at: int, buffers: Sequence[memoryview]) -> None:
         """Asks a peer for blocks.
 
         Raises:
