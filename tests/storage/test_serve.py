@@ -178,6 +178,9 @@ def test_a_sealed_directory_and_a_sealed_file_are_served_without_what_lies_next_
         assert server.checkpoints == ["last.pt"]
         assert ask(server, "/last.pt")[2] == (tmp_path / "last.pt").read_bytes()
         assert ask(server, "/hub/config.json")[0] == 404
+    with fastload.serve(tmp_path) as server:
+        assert server.checkpoints == ["hub"]
+        assert ask(server, "/hub/a.safetensors")[2] == (folder / "a.safetensors").read_bytes()
 
 
 def test_a_token_is_asked_for_everything(saved: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fastload.formats.names import (
 )
 from fastload.formats.open import read_manifest
 from fastload.options import CopyInProgress, Patience
-from fastload.storage import FileStat, open_with_sibling
+from fastload.storage import FileStat, Folder, open_with_sibling
 from fastload.storage.folders import os_errors
 from fastload.storage.local import LocalStorage
 
@@ -208,12 +208,11 @@ class Shelf:
             served.close()
 
     def _look(self, root: str) -> None:
-        """Finds the complete checkpoints directly below a directory: those with a commit record."""
+        """Finds the complete checkpoints directly below a directory: those with a commit record or a seal."""
         with closing(LocalStorage(root)) as storage:
             folders = storage.folders()
-        records = {
-            name: folder.files[RECORD_NAME] for name, folder in folders.items() if RECORD_NAME in folder.files
-        }
+        own = {name: _record_of(folder) for name, folder in folders.items()}
+        records = {name: record for name, record in own.items() if record is not None}
         found = dict(self._found)
         for name in [name for name in found if records.get(name) != self._records[name]]:
             found.pop(name).close()
@@ -221,6 +220,10 @@ class Shelf:
             with suppress(FastloadError):  # incomplete, damaged, or of a newer version: nothing to serve
                 [found[name]] = open_checkpoint(os.path.join(root, name)).values()
         self._records, self._found = records, found
+
+
+def _record_of(folder: Folder) -> FileStat | None:
+    return folder.files.get(RECORD_NAME) or folder.files.get(SEAL_NAME)
 
 
 def open_checkpoint(path: str) -> dict[str, Served]:
