@@ -174,7 +174,13 @@ async def _run_responder(
     context: ssl.SSLContext | None,
     ends: asyncio.Event,
 ) -> None:
-    await open_responder().run(listener, context, ends)
+    try:
+        await open_responder().run(listener, context, ends)
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:  # such as a response to a client that has left
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 def _listen(host: str, port: int, *, is_protected: bool) -> socket.socket:
