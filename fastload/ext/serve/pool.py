@@ -33,6 +33,7 @@ _LATE_S, _LEAST_BYTES_S = 10.0, 1e6
 _LEAST_LATE_S, _LATE_FACTOR = 5.0, 8
 _USUAL_BYTES_S = 32e6  # of an origin that was not measured yet
 _SLOW_PART = 4
+_MOST_LINES = 20
 _QUEUE_S, _FEWEST_READS = 0.5, 4  # of the origin, which are under way at once while peers may get more
 
 
@@ -147,7 +148,8 @@ class PeerPool:
         """Returns a line for each peer that has delivered nothing, or not to the end."""
         with self._changed:
             peers = [peer for peer in self._peers.values() if peer.problem]
-            return [f"{peer.endpoint} {peer.problem}" for peer in peers]
+        lines = [f"{peer.endpoint} {peer.problem}" for peer in peers[:_MOST_LINES]]
+        return lines + ([f"and {len(peers) - _MOST_LINES} more"] if len(peers) > _MOST_LINES else [])
 
     def stop(self) -> None:
         """Ends all requests; no peer is lent from now on."""
