@@ -227,8 +227,11 @@ class _Options:
             if not (is_open or setting.allows(value)):
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
         if isinstance(self, LoadOptions | StageOptions):
-            given = _sources_in_environment() if self.sources is None else tuple(self.sources)
-            object.__setattr__(self, "sources", given)
+            sources = _sources_in_environment() if self.sources is None else self.sources
+            is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
+            if not (is_list and all(hasattr(each, "connect") for each in sources)):
+                raise OptionError(f"sources={sources!r}: must be a list of sources such as fastload.peers(…)")
+            object.__setattr__(self, "sources", tuple(sources))
         if getattr(self, "trace", None) is not None:
             extension("observers", "trace", "trace=")
 

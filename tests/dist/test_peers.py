@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastload
 from fastload.ext.serve import pool
@@ -362,3 +367,82 @@ def test_a_server_of_another_kind_has_no_listing(saved: Path) -> None:
 def test_draws(seed: int, tmp_path: Path) -> None:
     """A few of those of scripts/peer_draws.py."""
     print(run_draw(seed, tmp_path, make_checkpoint(tmp_path)))
+
+
+VERSIONS, LATE, DYING = 20, 10, 12  # the version at which an engine comes, and one at which another dies
+
+
+def state_at(step: int) -> dict[str, torch.Tensor]:
+    """The state of a step: in each, other tenths of the elements of the first one are changed."""
+    state = {f"t{number}": torch.arange(1_000_000, dtype=torch.float32) + number for number in range(4)}
+    for before in range(2, step + 1):
+        generator = torch.Generator().manual_seed(before)
+        places = torch.randint(1_000_000, (100_000,), generator=generator)
+        for tensor in state.values():
+            tensor[places] = float(before)
+    return state
+
+
+@pytest.mark.slow  # a watch of one engine is tested above
+@ranks(5, dies={4: signal.SIGKILL}, deadline_s=200)
+def test_a_trainer_serves_its_versions_to_engines_of_other_jobs(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """Rank 0 trains and serves. The others are jobs of their own, which see its server only."""
+    root, acknowledged, url_file = tmp_path / "run", tmp_path / "loaded", tmp_path / "url"
+    if rank == 0:
+        acknowledged.mkdir()
+        train(root, acknowledged, url_file)
+        return
+    while not (acknowledged / (str(LATE - 1) if rank == 3 else "")).exists() or not url_file.exists():
+        time.sleep(0.05)
+    group = _alone(rank, world)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state_at(1).items()}
+    after = LATE - 1 if rank == 3 else None
+    options = fastload.LoadOptions(timeout_s=100)
+    with fastload.watch(
+        url_file.read_text(), after=after, newest_only=False, poll_s=0.05, timeout_s=100,
+        process_group=group, options=options,
+    ) as versions:  # fmt: skip
+        for version in versions:
+            version.load(into=into)
+            assert_equal(into, state_at(version.step))
+            if rank == 4 and version.step == DYING:
+                os.kill(os.getpid(), signal.SIGKILL)
+            (acknowledged / f"{version.step}-{rank}").touch()
+            if version.step == VERSIONS:
+                return
+
+
+def _alone(rank: int, world: int) -> Any:
+    """A group of this rank alone, which no other rank takes part in making."""
+    return dist.new_group([rank], use_local_synchronization=True)
+
+
+def train(root: Path, acknowledged: Path, url_file: Path) -> None:
+    """Saves one version after the other, as soon as all engines have the last one."""
+    root.mkdir()
+    with fastload.serve(root) as server:
+        (url_file.parent / "new").write_text(server.url)
+        (url_file.parent / "new").rename(url_file)
+        group = _alone(0, 5)
+        for step in range(1, VERSIONS + 1):
+            before = sent_by(server)
+            base = root / f"step_{step - 1:08}" if step > 1 else None
+            options = fastload.SaveOptions(base=base)
+            fastload.save(state_at(step), root / f"step_{step:08}", process_group=group, options=options)
+            engines = [n for n in (1, 2, 3, 4) if (n != 3 or step >= LATE) and (n != 4 or step < DYING)]
+            while not all((acknowledged / f"{step}-{engine}").exists() for engine in engines):
+                time.sleep(0.02)
+            nbytes = sum(path.stat().st_size for path in (root / f"step_{step:08}").iterdir())
+            num_readers = len(engines) + (step == DYING)
+            if step not in (1, LATE):  # where bases are read, too
+                opening = step * (64 << 10)  # the headers of its bases
+                assert sent_by(server) - before <= num_readers * (1.1 * nbytes + opening)
+            (acknowledged / str(step)).touch()
+
+
+def sent_by(server: fastload.Server) -> int:
+    with urllib.request.urlopen(f"{server.url}/", timeout=60) as response:
+        sent: int = json.load(response)["load"]["bytes_sent"]
+    return sent

@@ -66,7 +66,7 @@ def _parse_ranges(given: Any) -> Ranges:
             str(name): joined((int(begin), int(end)) for begin, end in ranges)
             for name, ranges in given.items()
         }
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, OverflowError, TypeError, ValueError):
         raise PeerFault("its index is malformed") from None
 
 

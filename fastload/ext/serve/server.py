@@ -27,6 +27,7 @@ _IDLE_S = 15.0  # until a connection without a complete request is closed
 _STALL_S = 30.0  # for a client to take one part of a response
 _COMING_S = 10.0  # for bytes that are on their way here
 _POLL_S = 0.02
+_CHECK_S = 0.5  # between looks at whether they still are, which take longer
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _METHODS = ("GET", "HEAD")
 
@@ -265,10 +266,13 @@ class Responder:
     async def _await_bytes(self, wanted: _Wanted) -> None:
         """Waits for bytes that are on their way here."""
         loop = asyncio.get_running_loop()
-        late_s = loop.time() + _COMING_S
+        late_s, checked_s = loop.time() + _COMING_S, 0.0
         while not wanted.is_there():
-            if loop.time() > late_s or not wanted.is_coming():
+            now_s = loop.time()
+            is_due = now_s >= checked_s + _CHECK_S
+            if now_s > late_s or (is_due and not wanted.is_coming()):
                 raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not here yet", {"Retry-After": "1"})
+            checked_s = now_s if is_due else checked_s
             await asyncio.sleep(_POLL_S)
 
     async def _send(self, request: web.BaseRequest, wanted: _Wanted) -> web.StreamResponse:

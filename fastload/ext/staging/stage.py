@@ -381,6 +381,7 @@ class Stage:
             job.storage.close()
             if not job.pipeline.reader.close(wait_s=min(1.0, self._world.grace_s)):
                 _log.warning("%s: a read is still under way", self._what)
+                ended &= not self._options.sources  # else it writes what it has read
         self._access.storage.close()
         ended &= self._flusher.close(wait_s=min(1.0, self._world.grace_s))
         if self._copy is not None and ended:
@@ -413,9 +414,13 @@ class GrowingCopy:
         pairs = zip(at_source(self.manifest, files), files, strict=True)
         return {original.name: file.name for original, file in pairs}
 
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
     def has(self, name: str, begin: int, end: int) -> bool:
         """Whether a byte range of a file is there and verified."""
-        file, blocks = list(self.names).index(name), self.inventory.blocks
+        file, blocks = self._numbers[name], self.inventory.blocks
         first, last = blocks.number_at(file, begin), blocks.number_at(file, end - 1)
         return self.stock.held.find(0, first, last + 1) < 0
 
