@@ -1,4 +1,4 @@
-"""How the pages of this directory become a site: python -m sphinx docs docs/_build."""
+"""The settings of the site; docs/contributing/index.md says how to build it."""
 
 import fastload
 

@@ -49,6 +49,7 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 if TYPE_CHECKING:
     from fastload import estimate, policies
     from fastload.ext.checksums.api import seal
+    from fastload.ext.random_state import random_state
     from fastload.ext.redistribute import redistribute
     from fastload.ext.serve.api import Server, serve
     from fastload.ext.serve.peers import peers
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from fastload.ext.watch import Version, Watch, watch
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
-    from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
 
 __all__ = [
@@ -128,7 +128,7 @@ __all__ = [
 
 
 _EXTENSIONS = "fastload.ext."
-# What a load needs nothing of.
+# Imported on first use.
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
@@ -136,7 +136,7 @@ _MODULES = {
     "Version": "fastload.ext.watch",
     "Watch": "fastload.ext.watch",
     "peers": "fastload.ext.serve.peers",
-    "random_state": "fastload.training.random_state",
+    "random_state": "fastload.ext.random_state",
     "redistribute": "fastload.ext.redistribute",
     "seal": "fastload.ext.checksums.api",
     "save_stream": "fastload.ext.streams.save",
@@ -147,15 +147,24 @@ _MODULES = {
 }
 
 
+class _MissingExtension(OptionError, AttributeError):
+    """What `hasattr` takes for a missing attribute."""
+
+
 def __getattr__(name: str) -> Any:
-    """Imports what a load needs nothing of when it is first used."""
+    """Imports a public name on first use."""
     if name in ("estimate", "policies"):
         return import_module(f"fastload.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]
-    is_extension = module.startswith(_EXTENSIONS)
-    found = extension_module(module.removeprefix(_EXTENSIONS)) if is_extension else import_module(module)
+    if module.startswith(_EXTENSIONS):
+        try:
+            found = extension_module(module.removeprefix(_EXTENSIONS))
+        except OptionError as error:
+            raise _MissingExtension(str(error)) from None
+    else:
+        found = import_module(module)
     globals()[name] = getattr(found, name)
     return globals()[name]
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
-from fastload.formats.layers import layers_of
+from fastload.formats.layers import decoded, layers_of
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
 from fastload.formats.open import read_manifest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # loads do not import saving
 Path = str | os.PathLike[str]
 
 
+@short_tracebacks
 def load(
     path: Path,
     *,
@@ -105,6 +107,7 @@ def load(
         return checkpoint.load(into=into, device=device, dtype=dtype, names=names, strict=strict)
 
 
+@short_tracebacks
 def open(
     path: Path,
     *,
@@ -119,6 +122,7 @@ def open(
     return _open(path, process_group, storage_options, options, ends_call=True)
 
 
+@short_tracebacks
 def prefetch(
     path: Path,
     *,
@@ -168,6 +172,7 @@ def _open(
     return Checkpoint(world, access, chosen)
 
 
+@short_tracebacks
 def verify(
     path: Path,
     *,
@@ -195,6 +200,7 @@ def verify(
         return checkpoint.verify()
 
 
+@short_tracebacks
 def save(
     state: Any,
     path: Path,
@@ -237,6 +243,7 @@ def save(
     return saving.save(call, state)
 
 
+@short_tracebacks
 def async_save(
     state: Any,
     path: Path,
@@ -260,6 +267,7 @@ def async_save(
     return save_in_background(call, state)
 
 
+@short_tracebacks
 def inspect(
     path: Path, *, storage_options: Mapping[str, Any] | None = None, options: LoadOptions | None = None
 ) -> Manifest:
@@ -285,4 +293,4 @@ def inspect(
         manifest = read_manifest(storage)
     for layer in layers_of(manifest):
         manifest = layer.inspect(manifest, place, connect, chosen)
-    return manifest
+    return decoded(manifest)

@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastload.planning import parameters, sizing
-    from fastload.training import cadence
+    from fastload.planning import cadence, parameters, sizing
 
 __all__ = ["cadence", "parameters", "sizing"]
 
@@ -13,7 +12,7 @@ __all__ = ["cadence", "parameters", "sizing"]
 def __getattr__(name: str) -> Any:
     """Imports the formulas when they are first used."""
     if name in __all__:
-        return import_module(f"fastload.{'training' if name == 'cadence' else 'planning'}.{name}")
+        return import_module(f"fastload.planning.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

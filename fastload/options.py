@@ -234,6 +234,8 @@ class _Options:
             object.__setattr__(self, "sources", tuple(sources))
         if getattr(self, "trace", None) is not None:
             extension("observers", "trace", "trace=")
+        if getattr(self, "dequantize", False):
+            extension("layers", "dequantize", "dequantize=")
 
     @property
     def patience(self) -> Patience:

@@ -142,8 +142,9 @@ class LoadReport(_Report):
         depth: Rounds in flight at once.
         left_out: Values that were wanted and not loaded: `PerRank` values of another number of ranks (see
             `LoadOptions.per_rank_mismatch`), and, with ``strict=False``, values that fastload cannot load.
-        source: ``storage``, or ``memory`` if a `CheckpointManager` restored it from its memory tier.
-        source_why: Why a manager with a memory tier used this source.
+        source: ``storage``, or the name of the tier that a `CheckpointManager` restored it from, such as
+            ``memory``.
+        source_why: Why a manager with a tier used this source.
         ranks: One entry per rank.
     """
 
@@ -206,14 +207,15 @@ class LoadReport(_Report):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(_Report):
-    """The report of a verification without damage over all ranks; the same on every rank.
+    """The report of reading a complete checkpoint, to verify or to seal it; the same on every rank.
 
     Attributes:
         url: The checkpoint.
         num_files: Number of files.
-        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks. A file
-            with an SHA-256 of the Hugging Face hub is one.
+        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks. 0 if the files were
+            compared with the SHA-256 of the Hugging Face hub.
         nbytes: Bytes of its tensors.
+        outcome: ``intact``, or ``sealed`` by `fastload.seal`, which computes the checksums.
         ranks: One entry per rank.
     """
 
@@ -221,17 +223,16 @@ class VerifyReport(_Report):
     num_files: int
     num_blocks: int
     nbytes: int
+    outcome: str = "intact"
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        return (
-            f"{self.url}: intact: {count(self.num_blocks, 'block')}, {format_bytes(self.nbytes)}"
-            f" in {self.total_s:.2f} s"
-        )
+        compared = count(self.num_blocks, "block") if self.num_blocks else count(self.num_files, "file")
+        return f"{self.url}: {self.outcome}: {compared}, {format_bytes(self.nbytes)} in {self.total_s:.2f} s"
 
     @property
     def bytes_verified(self) -> int:
-        """Data bytes checked, over all ranks; more than `nbytes` if hosts have their own copies."""
+        """Data bytes checked or hashed, over all ranks; more than `nbytes` if hosts have their own copies."""
         return sum(rank.bytes_verified for rank in self.ranks)
 
 
@@ -287,8 +288,8 @@ class SaveReport(_Report):
         why_complete: Why it is complete, if a delta was wanted.
         came_instead_of: URLs of earlier saves that were skipped, since this one was newer when storage was
             free; see `CheckpointManager`.
-        tier: ``storage``, or ``memory`` if a `CheckpointManager` saved it to its memory tier. Then `url` is
-            where storage would have it.
+        tier: ``storage``, or the name of the tier that a `CheckpointManager` saved it to, such as ``memory``.
+            Then `url` is where storage would have it.
         ranks: One entry per rank.
     """
 

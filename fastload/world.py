@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm import group
 from fastload.comm.launch import Launch, from_env, initialize
 from fastload.comm.world import World
@@ -18,11 +19,13 @@ from fastload.options import LoadOptions
 __all__ = ["Launch", "agree", "from_env", "get_hosts", "get_rank", "initialize"]
 
 
+@short_tracebacks
 def get_rank(process_group: Any = None) -> int:
     """Returns this process's rank in a group, given as for `fastload.load`; 0 without torch.distributed."""
     return group.rank_in(process_group)
 
 
+@short_tracebacks
 def get_hosts(process_group: Any = None, *, timeout_s: float | None = None) -> list[str]:
     """Returns the host of each rank, by rank: ``NAME/ID``, the same for ranks on the same machine.
 
@@ -40,6 +43,7 @@ def get_hosts(process_group: Any = None, *, timeout_s: float | None = None) -> l
     return step.answers
 
 
+@short_tracebacks
 def agree(
     what: str, *works: Callable[[], Any], process_group: Any = None, timeout_s: float | None = None
 ) -> list[Any]:

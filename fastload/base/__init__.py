@@ -1,1 +1,1 @@
-"""Threads, memory, devices, stopwatches and traces."""
+"""Threads, memory, devices, stopwatches and the registry of extensions."""

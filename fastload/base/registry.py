@@ -1,9 +1,13 @@
-"""Extensions: those in ``fastload.ext``, and entry points of the groups ``fastload.KIND`` of any package."""
+"""Extensions: modules of ``fastload.ext``, and entry points of the groups ``fastload.KIND``.
+
+Packages may bring commands, formats, layers and storages of any name. Of the other kinds the core asks for
+names that it knows, such as the observer ``trace``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -14,18 +18,22 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+_PREFIX = "fastload."
+
 
 @dataclass(frozen=True)
 class Extension:
-    """An object of another package, which is imported when it is needed.
+    """What an entry point stands for, imported when it is needed.
 
     Attributes:
         kind: The group of entry points, without ``fastload.``.
         point: The entry point.
+        rival: Another one of this name, which stands for something else; None without one.
     """
 
     kind: str
     point: EntryPoint
+    rival: EntryPoint | None = None
 
     def __str__(self) -> str:
         package = self.point.dist.name if self.point.dist is not None else "some package"
@@ -35,8 +43,10 @@ class Extension:
         """Imports it.
 
         Raises:
-            OptionError: It cannot be imported.
+            OptionError: It cannot be imported, or two packages have one of this name.
         """
+        if self.rival is not None:
+            raise OptionError(f"{self} and {Extension(self.kind, self.rival)} have one name: uninstall one")
         try:
             return self.point.load()
         except (Exception, SystemExit) as error:
@@ -74,16 +84,37 @@ def extension(kind: str, name: str, what: str) -> Any:
     """
     found = extensions(kind).get(name)
     if found is None:
-        raise OptionError(
-            f"{what} needs the extension {name!r}, which is not installed: install the package that has it "
-            f"among its entry points of fastload.{kind}"
-        )
+        raise OptionError(f"{what} needs the extension {name!r}, {not_installed(kind)}")
     return found.load()
 
 
-@cache
+def not_installed(kind: str) -> str:
+    """Returns what to do about a missing extension of a kind, for messages."""
+    return (
+        "which is not installed: install the package that has it among its entry points of "
+        f"fastload.{kind} (if it is one of fastload's own, fastload-torch again, whose metadata lack it)"
+    )
+
+
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any."""
+    return all_extensions().get(kind, {})
+
+
+@cache
+def all_extensions() -> Mapping[str, Mapping[str, Extension]]:
+    """Returns the extensions of all kinds, by kind and name: a search reads the metadata of every package."""
     from importlib.metadata import entry_points  # most programs ask for none
 
-    return {point.name: Extension(kind, point) for point in entry_points(group=f"fastload.{kind}")}
+    points = entry_points()
+    kinds = {group: group.removeprefix(_PREFIX) for group in points.groups if group.startswith(_PREFIX)}
+    return {kind: _by_name(kind, points.select(group=group)) for group, kind in kinds.items()}
+
+
+def _by_name(kind: str, points: Iterable[EntryPoint]) -> Mapping[str, Extension]:
+    found: dict[str, Extension] = {}
+    for point in points:
+        known = found.setdefault(point.name, Extension(kind, point))
+        if known.point.value != point.value:
+            found[point.name] = replace(known, rival=point)
+    return found

@@ -227,10 +227,12 @@ class Workers:
         """Makes a call as soon as a thread is free.
 
         Raises:
-            RuntimeError: The system cannot start a thread.
+            RuntimeError: The system cannot start a thread, or the pool is closed.
         """
         future: Future[T] = Future()
         with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"{self._name}: no call after the end")
             if self._num_calls >= self._num_threads < self._most:
                 self._start()
             self._num_calls += 1
@@ -238,10 +240,10 @@ class Workers:
         return future
 
     def set_most(self, num_threads: int) -> None:
-        """Changes the number of calls at once; calls under way go on, also those after `close`."""
+        """Changes the number of calls at once; calls under way go on. After `close` no thread starts."""
         with self._lock:
             self._most = num_threads
-            # Nobody would end a thread that starts after `close`, although calls may be left.
+            # Nobody would end a thread that starts after `close`.
             while not self._is_closed and self._num_threads < min(self._most, self._num_calls):
                 self._start()
 
@@ -263,10 +265,10 @@ class Workers:
         """Ends the threads after the calls submitted so far; returns whether they ended in time."""
         deadline = time.monotonic() + wait_s
         with self._lock:
-            self._is_closed = True
-        for _ in self._threads:
+            self._is_closed, threads = True, tuple(self._threads)
+        for _ in threads:
             self._calls.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 

@@ -19,7 +19,6 @@ except ImportError as error:
 import fastload
 from fastload.cli.console import CommandGroup
 from fastload.cli.load import load, verify
-from fastload.cli.ls import inspect, ls, prune
 
 __all__ = ["main"]
 
@@ -36,5 +35,5 @@ def main(verbose: bool) -> None:
         logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 
-for _command in (inspect, load, verify, ls, prune):
+for _command in (load, verify):
     main.add_command(_command)

@@ -214,19 +214,16 @@ def verify(path: str, as_json: bool) -> None:
     The ranks of a torchrun or srun job share the work. If there are bad blocks, it lists them and exits
     with 1.
     """
-    read_all(fastload.verify, path, "verifying", "intact", as_json=as_json)
+    read_all(fastload.verify, path, "verifying", as_json=as_json)
 
 
-def read_all(
-    read: Callable[..., fastload.VerifyReport], path: str, what: str, outcome: str, *, as_json: bool
-) -> None:
+def read_all(read: Callable[..., fastload.VerifyReport], path: str, what: str, *, as_json: bool) -> None:
     """Reads a complete checkpoint on all ranks, and prints the report.
 
     Args:
         read: Reads it.
         path: The checkpoint.
         what: What the ranks do, for the progress.
-        outcome: What the checkpoint is then.
         as_json: Whether to print JSON.
     """
     rank, _ = initialize()
@@ -239,9 +236,9 @@ def read_all(
         print_json(report.to_dict())
         return
     rate = report.bytes_verified / report.total_s if report.total_s else 0.0
-    blocks, files = count(report.num_blocks, "block"), count(report.num_files, "file")
-    ranks = count(len(report.ranks), "rank")
-    stdout().print(f"{report.url}: {outcome}: {blocks}, {decimal(report.nbytes)} in {files}")
+    blocks = f"{count(report.num_blocks, 'block')}, " if report.num_blocks else ""
+    files, ranks = count(report.num_files, "file"), count(len(report.ranks), "rank")
+    stdout().print(f"{report.url}: {report.outcome}: {blocks}{decimal(report.nbytes)} in {files}")
     stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import join_in, member_of, separate_groups
 from fastload.comm.hosts import Peer, host_addresses, interface_address, listener_at, require_reachable
 from fastload.comm.world import World
@@ -71,7 +72,7 @@ class Launch:
 
     @property
     def init_method(self) -> str:
-        """Where the ranks meet, as ``torch.distributed.init_process_group`` takes it."""
+        """Where the ranks meet, as an ``init_method`` of torch.distributed."""
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
         return f"tcp://{host}:{self.master_port}"
 
@@ -79,6 +80,7 @@ class Launch:
 _ALONE = Launch(0, 1, 0, None, "", 0, "none")
 
 
+@short_tracebacks
 def from_env() -> Launch:
     """Reads what torchrun, or mpirun or srun alone, has set in the environment of this process.
 
@@ -225,6 +227,7 @@ def _port(name: str) -> int:
 # Joining the job
 
 
+@short_tracebacks
 def initialize(device: str = "cpu") -> tuple[int, str]:
     """Joins the job that torchrun, mpirun or srun describes in the environment; without one, does nothing.
 
@@ -233,7 +236,7 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
             of this rank's local rank.
 
     Returns:
-        This process's rank, 0 without a job, and the device.
+        This process's rank, 0 without a process group, and the device.
 
     Raises:
         OptionError: torch has no such device on this rank.
@@ -254,7 +257,7 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
         raise problem
     if must_join:
         _join_job(launch, backend=_backends(target.type))
-    return (0 if launch.launcher == "none" else dist.get_rank()), str(target)
+    return (dist.get_rank() if dist.is_initialized() else 0), str(target)
 
 
 def _device_of(launch: Launch, device: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,16 +13,16 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import FastloadError
 
+_log = logging.getLogger(__name__)
+
 
 class Observer(Protocol):
     """Observes calls of all ranks, on one of them: the loads of an open checkpoint, or a save.
 
-    Its methods are called in this order, from `follow` on once more for each load; all but `begin` return at
-    once, and raise nothing.
+    `begin` comes once, then `follow`, `end` and `close` for each load, and once more for what a reader that
+    failed has left unread. A save may have a `follow` before `begin`, for its snapshot. A call that fails
+    before it moves data has no `end`. All but `begin` return at once; an exception of theirs is logged.
     """
-
-    error: FastloadError | None
-    """Why it could not do its work in the last call, which does not fail; or None."""
 
     def begin(self, hosts: Sequence[str]) -> None:
         """The ranks have opened a checkpoint, or agreed on a save. It may take steps, on all ranks.
@@ -40,7 +41,7 @@ class Observer(Protocol):
         ...
 
     def end(self, name: str, began_s: float, error: BaseException | None) -> None:
-        """This rank has done its part of a load or a save, or failed; the ranks do not know the outcome yet.
+        """This rank has done its part of a load or a save, or failed; the ranks may not know the outcome yet.
 
         Args:
             name: ``load`` or ``save``.
@@ -58,20 +59,29 @@ class Observer(Protocol):
         ...
 
 
+class TraceWriter(Observer, Protocol):
+    """The observer that ``trace=`` asks for."""
+
+    error: FastloadError | None
+    """Why it could not write the last trace, which fails no call; or None."""
+
+
 class Observers:
     """The observers of a call.
 
     Args:
         members: The observers; without any, every method does nothing.
+        trace: The one of them that writes a trace, if any.
     """
 
-    def __init__(self, members: Sequence[Observer] = ()) -> None:
+    def __init__(self, members: Sequence[Observer] = (), trace: TraceWriter | None = None) -> None:
         self._members = tuple(members)
+        self._trace = trace
 
     @property
-    def error(self) -> FastloadError | None:
-        """The first error of an observer; see `Observer.error`."""
-        return next((one.error for one in self._members if one.error is not None), None)
+    def trace_error(self) -> FastloadError | None:
+        """Why the last trace could not be written, or None."""
+        return self._trace.error if self._trace is not None else None
 
     def begin(self, hosts: Sequence[str]) -> None:
         """See `Observer.begin`.
@@ -84,32 +94,42 @@ class Observers:
 
     def follow(self, watches: Mapping[str, Stopwatch]) -> None:
         """See `Observer.follow`."""
-        for one in self._members:
-            one.follow(watches)
+        self._tell(lambda one: one.follow(watches))
 
     def add(self, stage: str, began_s: float) -> None:
         """See `Observer.add`."""
-        for one in self._members:
-            one.add(stage, began_s)
+        self._tell(lambda one: one.add(stage, began_s))
 
     @contextmanager
-    def ending(self, name: str, began_s: float) -> Iterator[None]:
-        """Tells the observers when the block has ended, or failed; see `Observer.end`."""
+    def failing(self, name: str, began_s: float) -> Iterator[None]:
+        """Tells the observers if the block fails; see `Observer.end`."""
         try:
             yield
         except BaseException as error:
             self._end(name, began_s, error)
             raise
+
+    @contextmanager
+    def ending(self, name: str, began_s: float) -> Iterator[None]:
+        """Tells the observers when the block has ended, or failed; see `Observer.end`."""
+        with self.failing(name, began_s):
+            yield
         self._end(name, began_s, None)
 
     def _end(self, name: str, began_s: float, error: BaseException | None) -> None:
-        for one in self._members:
-            one.end(name, began_s, error)
+        self._tell(lambda one: one.end(name, began_s, error))
 
     def close(self, about: Mapping[str, Any]) -> None:
         """See `Observer.close`."""
+        self._tell(lambda one: one.close(about))
+
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
+        """Tells each observer; what fails in one of them fails no call."""
         for one in self._members:
-            one.close(about)
+            try:
+                tell(one)
+            except Exception:
+                _log.exception("an observer failed")
 
 
 _registered: list[Callable[[World], Observer]] = []
@@ -128,13 +148,16 @@ def observe(world: World, trace: str | os.PathLike[str] | None) -> Observers:
     """Returns the observers of a call.
 
     Args:
-        world: Its ranks.
+        world: Its ranks, which hear of an exception.
         trace: The option, which the extension ``trace`` is for.
 
     Raises:
         OptionError: That cannot be imported.
     """
-    members = [make(world) for make in _registered]
-    if trace is not None:
-        members.append(extension("observers", "trace", "trace=").Tracing(world, trace))
-    return Observers(members)
+    with world.together():
+        members = [make(world) for make in _registered]
+        tracing: TraceWriter | None = None
+        if trace is not None:
+            tracing = extension("observers", "trace", "trace=").Tracing(world, trace)
+            members.append(tracing)
+    return Observers(members, tracing)

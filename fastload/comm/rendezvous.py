@@ -155,7 +155,7 @@ class StoreStep:
     def decide(self, waited_s: float) -> Decision:
         """Decides with the log, and returns the first decision of all. This rank must have responded."""
         table = join_responses([str(self._store.get(self.log), "ascii")])
-        return Decision.from_text(self.settle(Decision.write(waited_s, table)), self._size)
+        return Decision.from_text(self.put_decision(Decision.write(waited_s, table)), self._size)
 
     def leave(self, response: str) -> Decision:
         """Decides at once, since this rank leaves.
@@ -164,10 +164,10 @@ class StoreStep:
         """
         self._store.append(self.log, "")  # else there may be none
         table = join_responses([str(self._store.get(self.log), "ascii")])
-        text = self.settle(Decision.write(0.0, f"{response}{_SEPARATOR}{table}", left=True))
+        text = self.put_decision(Decision.write(0.0, f"{response}{_SEPARATOR}{table}", left=True))
         return Decision.from_text(text, self._size)
 
-    def settle(self, decision: str) -> str:
+    def put_decision(self, decision: str) -> str:
         """Stores a decision unless there is one; returns the one that is stored."""
         return str(self._store.compare_set(self.decision, "", decision), "ascii")
 

@@ -512,7 +512,7 @@ class TreeRendezvous(StoreRendezvous):
         if self._parent is None:
             place = self._step(step)
             text = Decision.write(wait_s, table, in_tree=True)
-            if self.ask(what, self.timeout_s, partial(place.settle, text)) != text:
+            if self.ask(what, self.timeout_s, partial(place.put_decision, text)) != text:
                 raise TreeBroken  # others have decided in the store
             self._add_done(self._last)
             self._last = self._full([place.decision])

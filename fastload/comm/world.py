@@ -47,6 +47,7 @@ class CallState:
         under_way: Number of the step that this rank waits in, if any.
         has_left: Whether this rank has left the call.
         in_block: Whether this rank is in the block of a step.
+        has_failed: Whether the last step has raised, so that the other ranks know of the failure.
     """
 
     step: int = 0
@@ -54,6 +55,7 @@ class CallState:
     under_way: int | None = None
     has_left: bool = False
     in_block: bool = False
+    has_failed: bool = False
 
     def take_step(self) -> int:
         """Returns the number of the next step."""
@@ -188,6 +190,7 @@ class World:
         """
         state = self._state
         step = state.under_way = state.take_step()
+        state.has_failed = True  # whatever is raised below
         response = self._respond(answer, error, step, place)
         try:
             if self.size == 1:
@@ -205,6 +208,7 @@ class World:
             if step == 0:
                 require_same_call(decision)
             require_same_step(decision)
+        state.has_failed = decision.failed
         return decision
 
     def tell(
@@ -238,12 +242,12 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ends the call if it raises: all ranks know of an exception; after an interrupt this one leaves."""
+        """Ends the call if the block raises: this rank leaves it, unless a step has raised on all ranks."""
         try:
             yield
         except BaseException as error:
             self.cache.clear()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and self._state.has_failed:
                 self.acknowledge()
             else:
                 self.leave(error)

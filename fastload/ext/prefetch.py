@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.manifest import Manifest
-from fastload.loading.background_reads import BackgroundReads
 from fastload.loading.prepare import Opened
-from fastload.loading.session import Session, Supply
+from fastload.loading.session import Session, Supplied
 from fastload.transfer.plan import Chunk, plan_transfer
-from fastload.transfer.routed_plan import HeldRange, Holders
+from fastload.transfer.read import BackgroundReads
+from fastload.transfer.routed_plan import SuppliedRange, Supply
 
 _UNBOUNDED_BYTES = 1 << 62
 _LEAST_CHUNKS = 16
@@ -23,8 +23,9 @@ def prefetch(session: Session) -> None:
     """
     if session.supplier is not None:
         return
-    if session.opened.access.parts:  # a model that holds the base needs no more
-        prefetch(session.part(0))
+    components = session.opened.access.components
+    if components and components[0].stored.delta is not None:  # a model that holds the base needs no more
+        prefetch(session.component(0))
         return
     session.supplier = supplier = Prefetch()
     try:
@@ -39,7 +40,7 @@ class Prefetch:
 
     def __init__(self) -> None:
         self._share: _Share | None = None  # until all ranks have read theirs
-        self._supply: Supply | None = None  # from then on
+        self._supplied: Supplied | None = None  # from then on
 
     @property
     def is_done(self) -> bool:
@@ -61,7 +62,7 @@ class Prefetch:
         while (share := self._share) is not None:
             try:
                 with world.step(f"prefetching {session.stored.url}", is_long=True) as step:
-                    held = share.wait(world)
+                    cached = share.wait(world)
                     step.answer(share.reader.is_misread)
             finally:
                 self.close(wait_s=min(1.0, world.grace_s))
@@ -69,15 +70,15 @@ class Prefetch:
                 session.reopen_exactly()
                 self.begin(session)
             else:
-                self._supply = Supply(held, share.holders())
+                self._supplied = Supplied(cached, share.supply())
 
-    def supply(self) -> Supply | None:
+    def supplied(self) -> Supplied | None:
         """Returns what all ranks have read."""
-        return self._supply
+        return self._supplied
 
     def covers(self, manifest: Manifest) -> bool:
         """Whether the ranks can supply everything of a manifest."""
-        return self._supply is None or not self._supply.holders.lacking(manifest.extents)
+        return self._supplied is None or not self._supplied.supply.lacking(manifest.extents)
 
     def close(self, *, wait_s: float) -> None:
         """Ends the reads."""
@@ -121,16 +122,16 @@ class _Share(BackgroundReads):
         reader = opened.open_reader(plan, in_parts=True)
         super().__init__(reader, [plan.byte_ranges(plan.chunk(index, rank)) for index in indexes])
 
-    def holders(self) -> Holders:
+    def supply(self) -> Supply:
         """Returns which ranks supply each byte: the one that has read it ahead, or else all readers."""
         plan, readers = self._plan, self._plan.readers
-        held = []
+        ranges = []
         for rank in readers:
             rounds = (0, self._num_chunks, plan.num_rounds)
             begin, middle, end = (plan.chunk(index, rank).start for index in rounds)
             for start, stop, ranks in ((begin, middle, (rank,)), (middle, end, readers)):
-                held += [
-                    HeldRange(each.file, each.offset, each.nbytes, ranks)
+                ranges += [
+                    SuppliedRange(each.file, each.offset, each.nbytes, ranks)
                     for each in plan.byte_ranges(Chunk(start, stop - start))
                 ]
-        return Holders(tuple(sorted(held)))
+        return Supply(tuple(sorted(ranges)))

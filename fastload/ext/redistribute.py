@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastload.base.memory import borrowed, uncollected
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, members_of
 from fastload.comm.hosts import machine_digest
@@ -45,7 +46,7 @@ from fastload.saving.shard_map import MappedShard
 from fastload.storage import FileStat, PatientStorage, Storage
 from fastload.transfer.plan import StrategyChoice
 from fastload.transfer.rounds import Plan
-from fastload.transfer.routed_plan import HeldRange, Holders
+from fastload.transfer.routed_plan import SuppliedRange, Supply
 
 _WHAT = "redistributing"
 _URL = "the state of the ranks"
@@ -70,6 +71,7 @@ class _Shard(NamedTuple):
     file: int = 0
 
 
+@short_tracebacks
 def redistribute(
     state: Any,
     into: Any,
@@ -234,8 +236,8 @@ def _open(world: World, state: Any) -> _VirtualFile:
     if merged is None:
         raise OptionError("no rank has a tensor to send: state= is None or has no tensors on all ranks")
     shards, manifest = _lay_out(merged)
-    holders = Holders(
-        tuple(HeldRange(0, each.offset, each.nbytes, tuple(each.shard.holders)) for each in shards.ranges)
+    supply = Supply(
+        tuple(SuppliedRange(0, each.offset, each.nbytes, tuple(each.shard.holders)) for each in shards.ranges)
     )
     reader = reader.with_layout(merged.layout)
     access = Access(
@@ -244,10 +246,10 @@ def _open(world: World, state: Any) -> _VirtualFile:
         logical=manifest,
         hosts=tuple(world.nodes.values()),
         machines=tuple(machines.values()),
-        readers=holders.ranks,
+        readers=supply.ranks,
         notes={},
         shared=False,
-        holders=holders,
+        supply=supply,
     )
     return _VirtualFile(access, encoding.tensors, reader, shards)
 

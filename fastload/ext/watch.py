@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastload import api
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
 from fastload.comm.world import World
@@ -40,6 +41,7 @@ _log = logging.getLogger(__name__)
 _MAX_PAUSE_S = 5.0  # in one step of the ranks, so that each soon learns that another one has left
 
 
+@short_tracebacks
 def watch(
     root: str | os.PathLike[str],
     *,
@@ -129,6 +131,7 @@ class WatchTerms:
         return options
 
 
+@short_tracebacks
 class Version:
     """A complete checkpoint that the ranks have read and verified. Made by `Watch`.
 
@@ -197,6 +200,7 @@ class _Reading(NamedTuple):
     checkpoint: Checkpoint
 
 
+@short_tracebacks
 class Watch:
     """An iterator over the versions below a root. Made by `fastload.watch`; use it as a context manager.
 

@@ -1,19 +1,25 @@
 """Layers: what the stored bytes of a checkpoint stand for.
 
-They act in a fixed order: ``seal``, whose checksums the bytes have; ``delta``, whose changes they are; those
-that `LAYERS_KEY` in the metadata of the checkpoint names, separated by commas; ``dequantize``. A layer is
-what its entry point in the group ``fastload.layers`` refers to, imported once a checkpoint or an option needs
-it.
+They act in a fixed order:
+
+1. ``seal`` adds the checksums of a seal to the manifest.
+2. ``delta`` puts the changes of a delta into its base.
+3. Codecs decode tensors. The metadata of the checkpoint name them, separated by commas, under `LAYERS_KEY`.
+4. ``dequantize`` makes floating point tensors of quantised weights, if the options say so.
+
+A layer has the name of its entry point in the group ``fastload.layers``. It is imported when a checkpoint or
+an option needs it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.base.registry import extensions
-from fastload.errors import UnsupportedVersion
+from fastload.base.registry import extensions, not_installed
+from fastload.errors import ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import show
 
 if TYPE_CHECKING:
@@ -146,10 +152,7 @@ def layer(name: str, url: str) -> Layer:
     """
     found = extensions("layers").get(name)
     if found is None:
-        raise UnsupportedVersion(
-            f"{url}: needs the layer {show(name)}, which is not installed: install the package that has it "
-            f"among its entry points of fastload.layers (fastload has {SEAL}, {_DELTA} and {_DEQUANTIZE})"
-        )
+        raise UnsupportedVersion(f"{url}: needs the layer {show(name)}, {not_installed('layers')}")
     loaded: Layer = found.load()
     return loaded
 
@@ -163,8 +166,21 @@ def layers_of(manifest: Manifest, *, dequantize: bool = False) -> list[Layer]:
 
     Raises:
         UnsupportedVersion: One is not installed.
+        ManifestError: The metadata name a layer that acts for another reason.
     """
+    codecs = [name for name in manifest.metadata.get(LAYERS_KEY, "").split(",") if name]
+    for name in (SEAL, _DELTA, _DEQUANTIZE):
+        if name in codecs:
+            raise ManifestError(f"{manifest.url}: {LAYERS_KEY} in its metadata names the layer {name!r}")
     names = [_DELTA] if manifest.delta is not None else []
-    names += filter(None, manifest.metadata.get(LAYERS_KEY, "").split(","))
+    names += codecs
     names += [_DEQUANTIZE] if dequantize else []
     return [layer(name, manifest.url) for name in names]
+
+
+def decoded(manifest: Manifest) -> Manifest:
+    """Returns a manifest without the names of its layers, once they have acted: a new save needs none."""
+    if LAYERS_KEY not in manifest.metadata:
+        return manifest
+    metadata = {key: text for key, text in manifest.metadata.items() if key != LAYERS_KEY}
+    return replace(manifest, metadata=metadata)

@@ -1,8 +1,8 @@
 """Finds the format of a path, and reads its manifest.
 
 The names of the files tell the format of a directory, the first bytes that of a single file. If no built-in
-format fits, `extensions` are asked. A built-in format is a module or package in this one, which is imported
-when it is needed. It has some of::
+format fits, those of other packages are asked, which are entry points of ``fastload.formats``. A built-in
+format is a module of this package or of ``fastload.ext.formats``, imported if it fits. It has some of::
 
     read_folder(storage, names, exact=…)      the manifest of a directory
     read_file(storage, name, stat, exact=…)   the manifest of a single file
@@ -12,14 +12,16 @@ when it is needed. It has some of::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from fastload.errors import CheckpointNotFound, ManifestError
-from fastload.formats.extensions import asked_formats, find_format, format_named
+from fastload.base.registry import extension, extension_module, extensions
+from fastload.errors import CheckpointNotFound, ManifestError, OptionError
 from fastload.formats.layers import SEAL, layer
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
@@ -46,6 +48,9 @@ from fastload.formats.safetensors.header import LENGTH_BYTES
 from fastload.formats.untrusted import show
 from fastload.storage import FileStat, FileWithSibling, Storage
 
+_log = logging.getLogger(__name__)
+
+_KIND = "formats"  # of extensions
 _EXTENSION = ""
 _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # the first that fits is used
     (is_recorded, "record"),
@@ -61,11 +66,66 @@ _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # 
         "torch_save.folder",
     ),
 )
+_OWN_MODULES = ("record", "safetensors.reader")  # the others are those of an extension
 _OWN_RECORD = RECORD_NAME, "record"
 _RECORDS = {"dcp": (METADATA_NAME, "dcp.reader")}
 _BUILT_IN = ("fastload", "safetensors", "torch", "dcp")  # `Manifest.format`
 _SAFETENSORS_HEAD = bytes(LENGTH_BYTES) + b"{"
 _FILE_FORMATS = ((ZIP_STARTS, "torch_save.zip_file"), (LEGACY_STARTS, "torch_save.legacy_file"))
+
+
+class Format(Protocol):
+    """A format of checkpoints: an object, or a module with these names."""
+
+    record: str
+    """The file that describes the others, of which `Manifest.record_digest` is; empty if there is none."""
+
+    def recognises(self, files: Sequence[str] | None, head: bytes) -> bool:
+        """Returns whether a path is of this format, without reading more of it.
+
+        Args:
+            files: The names of the files of a directory; None of a single file.
+            head: The first bytes of a single file, at most 16; else empty.
+        """
+        ...
+
+    def read(self, storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
+        """Reads the headers.
+
+        Args:
+            storage: The directory, or the file, whose name is empty.
+            files: As for `recognises`.
+            exact: Whether to read every layout, instead of inferring some and adding guards.
+
+        Returns:
+            The manifest, with the tensors in the order of their bytes.
+
+        Raises:
+            ManifestError: A file is malformed.
+        """
+        ...
+
+    def digest(self, storage: Storage, name: str) -> str:
+        """Returns what ranks compare of their copies of a file; empty if it is malformed.
+
+        Args:
+            storage: As for `read`.
+            name: The record, of which this is `Manifest.record_digest`; or without a record one of the
+                files, of which it is `FileEntry.header_digest`.
+        """
+        ...
+
+
+class NamedFormat(NamedTuple):
+    """A format with the name of its entry point, which is `Manifest.format`."""
+
+    name: str
+    format: Format
+
+    def read(self, storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
+        """Reads the headers; see `Format.read`."""
+        manifest = self.format.read(storage, files, exact=exact)
+        return manifest if manifest.format == self.name else replace(manifest, format=self.name)
 
 
 class Sight(IntEnum):
@@ -132,7 +192,7 @@ def _folder_reader(storage: Storage, names: Sequence[str]) -> Callable[..., Mani
     module = next((module for fits, module in _FOLDER_FORMATS if fits(names)), _EXTENSION)
     if module != _EXTENSION:
         return partial(_read_folder, module, storage, names)
-    found = find_format(names, b"")
+    found = _find_extension(storage.url, names, b"")
     return partial(found.read, storage, names) if found is not None else None
 
 
@@ -144,10 +204,22 @@ def _file_reader(storage: Storage, stat: FileStat) -> Callable[..., Manifest]:
     """Returns the function that reads a single file, given `exact`."""
     head = _head(storage, "", stat.nbytes)
     if (file_format := _file_format(head)) is None:
-        if (found := find_format(None, head)) is not None:
+        if (found := _find_extension(storage.url, None, head)) is not None:
             return partial(found.read, storage, None)
         return partial(_read_unknown, storage, stat)
     return partial(file_format.read_file, storage, "", stat)
+
+
+def _find_extension(url: str, names: Sequence[str] | None, head: bytes) -> NamedFormat | None:
+    """Returns what `find_format` finds.
+
+    Raises:
+        OptionError: It has the name of a built-in format, for which others would take it.
+    """
+    found = find_format(names, head)
+    if found is not None and found.name in _BUILT_IN:
+        raise OptionError(f"{url}: another package has a format {found.name!r}, as fastload itself")
+    return found
 
 
 def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
@@ -156,6 +228,16 @@ def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
         return safetensors.read_file(storage, "", stat, exact=exact)
     except ManifestError as error:
         raise ManifestError(f"{error}; it is none for {asked_formats()} either") from None
+
+
+def require_format(manifest: Manifest) -> None:
+    """Requires the format of a manifest that another rank has read.
+
+    Raises:
+        OptionError: It is not installed here, or cannot be imported.
+    """
+    if manifest.format not in _BUILT_IN:
+        format_named(manifest.format)
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
@@ -216,7 +298,9 @@ def _file_format(head: bytes) -> Any:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"fastload.formats.{name}")
+    if name in _OWN_MODULES:
+        return import_module(f"fastload.formats.{name}")
+    return extension_module(f"formats.{name}")
 
 
 def _without_files(url: str, names: Sequence[str]) -> str:
@@ -224,5 +308,35 @@ def _without_files(url: str, names: Sequence[str]) -> str:
     if any(name.endswith(TORCH_ENDINGS) for name in names):
         found += ": to load a file of torch.save, name it"
     elif "latest" in names:
-        found += ": to load a checkpoint of DeepSpeed, name the directory of a step"
+        found += ": to load a checkpoint below it, name the directory of a step"
+    if SHARDING_NAME in names:  # parts of tensors, which may look like complete ones
+        return f"{url}: its {SHARDING_NAME} is for none of {asked_formats()}; {found}"
     return f"{url}: no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"
+
+
+def find_format(files: Sequence[str] | None, head: bytes) -> NamedFormat | None:
+    """Asks the formats one after the other; see `Format.recognises`. None if none recognises the path."""
+    for name, known in extensions(_KIND).items():
+        try:
+            found: Format = known.load()
+        except OptionError as error:  # which the others do not need
+            _log.warning("%s", error)
+            continue
+        if found.recognises(files, head):
+            return NamedFormat(name, found)
+    return None
+
+
+def format_named(name: str) -> Format:
+    """Returns the format of a manifest that another rank has read.
+
+    Raises:
+        OptionError: It is not installed here, or cannot be imported.
+    """
+    found: Format = extension(_KIND, name, f"a checkpoint of format {name!r}")
+    return found
+
+
+def asked_formats() -> str:
+    """Returns which formats `find_format` asks, for messages."""
+    return f"the formats of extensions ({', '.join(extensions(_KIND)) or 'none is installed'})"

@@ -36,6 +36,7 @@ A structure is untrusted: functions here raise `ManifestError` for one that is m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -244,11 +245,21 @@ def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
         _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", found)
 
 
-@checked
-def optimizer_states(structure: Any) -> dict[str, list[SavedTensor]]:
-    """Returns the tensors of each optimizer's state dict, by its place in the state; of those with tensors.
+class OptimizerTensors(NamedTuple):
+    """The tensors that a state has only as parts of optimizers.
 
-    A dict with ``state`` and ``param_groups`` is taken for one.
+    Attributes:
+        stored: Names of the stored tensors, by the place of each optimizer in the state.
+        names: Names in the state; some of them may be of tensors that also have others.
+    """
+
+    stored: dict[str, set[str]]
+    names: set[str]
+
+
+@checked
+def optimizer_tensors(structure: Any) -> OptimizerTensors:
+    """Returns the tensors of optimizers; a dict with ``state`` and ``param_groups`` is taken for one.
 
     Raises:
         ManifestError: The structure is malformed.
@@ -259,12 +270,16 @@ def optimizer_states(structure: Any) -> dict[str, list[SavedTensor]]:
         name, node = nodes.pop()
         within = children(node) or {}
         if within.keys() >= {"state", "param_groups"}:
-            if states := leaves(node, name):
-                found[name] = states
+            found[name] = leaves(node, name)
             continue
         prefix = f"{name}." if name else ""
         nodes += [(prefix + ending, child) for ending, child in within.values()]
-    return found
+    of_optimizers = [saved for states in found.values() for saved in states]
+    others = Counter(leaves(structure)) - Counter(of_optimizers)
+    needed = {saved.stored for saved in others}
+    stored = {name: {saved.stored for saved in states} - needed for name, states in sorted(found.items())}
+    names = {saved.own_name for saved in of_optimizers} - {saved.own_name for saved in others}
+    return OptimizerTensors({name: tensors for name, tensors in stored.items() if tensors}, names)
 
 
 def read_keys(nodes: list[Any]) -> list[Any]:

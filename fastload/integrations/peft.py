@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastload
 from fastload import LoadOptions, OptionError, SaveOptions
+from fastload.base.tracebacks import short_tracebacks
 from fastload.geometry.dtensors import local_of
 from fastload.integrations.directory_save import DirectorySave
 from fastload.integrations.frameworks import (
@@ -53,6 +54,7 @@ _SIGNATURES = {
 }
 
 
+@short_tracebacks
 def save(
     model: PeftModel,
     path: str | os.PathLike[str],
@@ -96,6 +98,7 @@ def save(
     ).wait()
 
 
+@short_tracebacks
 def load(
     model: PeftModel,
     path: str | os.PathLike[str],

@@ -30,6 +30,7 @@ from fastload import (
     TensorEntry,
 )
 from fastload import open as open_checkpoint
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.steps import Step
 from fastload.formats.dtypes import torch_spec
 from fastload.integrations.frameworks import refuse, require_signatures, step_of_all, unknown_version
@@ -70,6 +71,7 @@ _SIGNATURES = {
 }
 
 
+@short_tracebacks
 def from_pretrained(
     model_class: Any,
     path: str | os.PathLike[str],

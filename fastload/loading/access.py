@@ -17,11 +17,19 @@ from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.hosts import machine_digest
 from fastload.comm.responses import Each
 from fastload.comm.world import World
-from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
-from fastload.formats.layers import Layer, layers_of
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError, StorageError
+from fastload.formats.layers import Layer, decoded, layers_of
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
-from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest, record_name
+from fastload.formats.open import (
+    Sight,
+    header_digest,
+    look,
+    read_manifest,
+    record_digest,
+    record_name,
+    require_format,
+)
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange, Space
@@ -29,8 +37,8 @@ from fastload.options import LoadOptions, Patience, StageOptions
 from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
 
 if TYPE_CHECKING:
-    from fastload.transfer.read import HeldBytes
-    from fastload.transfer.routed_plan import Holders
+    from fastload.transfer.read import CachedBytes
+    from fastload.transfer.routed_plan import Supply
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +51,7 @@ _NUM_READERS = 8
 
 @dataclass(frozen=True)
 class Access:
-    """An open checkpoint and its readers; the same on every rank, but for `storage` and `held`.
+    """An open checkpoint and its readers; the same on every rank, but for `storage` and `cached`.
 
     Attributes:
         storage: The storage that this rank reads from.
@@ -54,10 +62,10 @@ class Access:
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, the reason.
         shared: Whether all ranks read through one link (object store, network file system).
-        holders: The readers of each byte; None if every reader has all of them.
-        held: The bytes that this rank has in its own memory; None if no rank has any.
-        parts: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and so
-            on, the complete one last. `logical` of each is what it stands for together with those after it.
+        supply: The readers of each byte; None if every reader has all of them.
+        cached: The bytes that this rank has in its own memory; None if no rank has any.
+        components: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and
+            so on, the complete one last. `logical` of each is what it stands for with those after it.
         layers: Layers that serve loads.
     """
 
@@ -69,9 +77,9 @@ class Access:
     readers: tuple[int, ...]
     notes: Mapping[int, str]
     shared: bool
-    holders: Holders | None = None
-    held: HeldBytes | None = None
-    parts: tuple[Access, ...] = ()
+    supply: Supply | None = None
+    cached: CachedBytes | None = None
+    components: tuple[Access, ...] = ()
     layers: tuple[Layer, ...] = ()
 
     @property
@@ -107,7 +115,7 @@ class OpenCall:
     options: LoadOptions | StageOptions
     connect: Callable[[Location], CheckpointReader]
     arguments: Mapping[str, Any]
-    read: Callable[[Storage], Manifest] = read_manifest
+    read: Callable[[Storage], Manifest]
 
     def open_at(self, location: Location) -> Access:
         """Opens the files at a location on all ranks, without their layers; see `agree_on_access`."""
@@ -155,11 +163,16 @@ def open_access(
 
     opening = OpenCall(world, location, options, connect, same, read)
     with world.together():
-        access = opening.open_at(location)
+        access = agree_on_access(world, location.url, partial(connect, location), same, read)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
-            for layer in layers_of(access.stored, dequantize=dequantize):
+            layers = layers_of(access.stored, dequantize=dequantize)
+            if layers and access.stored.guards:  # no layer finds its tensors again elsewhere
+                access = reopen_exactly(world, access)
+            for layer in layers:
                 access = layer.open(access, opening)
+            is_stored, logical = access.logical is access.stored, decoded(access.logical)
+            access = replace(access, stored=logical if is_stored else access.stored, logical=logical)
         except BaseException:
             access.storage.close()
             raise
@@ -332,7 +345,7 @@ def reopen_exactly(world: World, access: Access) -> Access:
     Raises:
         FastloadError: As when it was opened.
     """
-    assert access.logical is access.stored, "a format with guards has no metadata that name a layer"
+    assert access.logical is access.stored, "layers get a manifest without guards"
     storage, stored = access.storage, None
     _log.info("%s: opened again, since layouts were not as inferred", storage.url)
     with world.step(f"reading all layouts of {storage.url}") as step:
@@ -365,7 +378,7 @@ def _compare(
     """
     with world.step(f"comparing what the ranks see of {storage.url}") as step:
         if not sees:
-            step.answer((f"does not see {storage.url}", False))
+            step.answer((_why_unseen(storage.url, manifest), False))
         else:
             step.answer(("", False) if world.rank == source else _difference(storage, manifest, source))
     notes = {rank: note for rank, (note, _) in enumerate(step.answers) if note}
@@ -380,6 +393,14 @@ def _compare(
         is_copy = world.rank in copies
         step.answer(_other_data(storage, manifest, sampling.attachment, source) if is_copy else "")
     return notes | {rank: note for rank, note in enumerate(step.answers) if note}
+
+
+def _why_unseen(url: str, manifest: Manifest) -> str:
+    try:
+        require_format(manifest)
+    except OptionError as error:
+        return str(error)
+    return f"does not see {url}"
 
 
 def _other_data(storage: CheckpointReader, manifest: Manifest, wanted: bytes, source: int) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from fastload.base.registry import extension_module
 from fastload.base.threads import ProcessLock
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
 from fastload.formats.manifest import Manifest
@@ -40,6 +41,7 @@ class OngoingTransfer(Protocol):
         ...
 
 
+@short_tracebacks
 class Checkpoint:
     """A checkpoint that all ranks of a group have open. Made by `fastload.open`.
 
@@ -58,7 +60,7 @@ class Checkpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Its files and tensors, and the place of each tensor; dequantised with `LoadOptions.dequantize`."""
+        """Its files and tensors, and the place of each tensor, as its layers decode them."""
         return self._session.opened.access.logical
 
     @property
@@ -74,7 +76,7 @@ class Checkpoint:
     @property
     def trace_error(self) -> FastloadError | None:
         """Why rank 0 could not write the trace of the last `load`, or None. It fails no load."""
-        return self._session.opened.observers.error
+        return self._session.opened.observers.trace_error
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -91,8 +93,10 @@ class Checkpoint:
 
     def __del__(self) -> None:
         # Between devices it leaves only when the caller says so, or has dropped everything.
-        transfer, is_own = self._transfer, not self._session.is_inherited
-        if transfer is not None and is_own and threading.main_thread().is_alive():
+        transfer = self._transfer
+        if transfer is None or self._session.is_inherited:
+            return
+        if threading.main_thread().is_alive():
             transfer.leave()
 
     def close(self) -> None:
@@ -116,9 +120,8 @@ class Checkpoint:
 
     def prefetch(self) -> None:
         """Begins to read the checkpoint into host memory, in the background; see `fastload.prefetch`."""
-        begin = extension_module("prefetch").prefetch
         with self._call(ends_transfer=False):
-            begin(self._session)
+            extension_module("prefetch").prefetch(self._session)
             self._session.opened.world.acknowledge()
 
     def wait(self) -> None:
@@ -214,15 +217,18 @@ class Checkpoint:
             the last tensor, or left.
 
         Raises:
-            OptionError: With `LoadOptions.dequantize`.
+            OptionError: A layer decodes the checkpoint, as with `LoadOptions.dequantize`.
             MismatchError: There is no tensor of some name, or no such box.
             FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
         """
-        streams = extension_module("streams.tensors")
         access = self._session.opened.access
         if access.logical is not access.stored:
-            raise OptionError("streams hand out tensors as stored: open the checkpoint without dequantize")
+            raise OptionError(
+                "a layer, such as that of dequantize=, decodes this checkpoint: streams hand out tensors as "
+                "stored, so use load or read"
+            )
         with self._call():
+            streams = extension_module("streams.tensors")
             self._transfer = streams.prepare_stream(self._session, names, device, boxes, borrow=borrow)
         stream: TensorStream = streams.TensorStream(self, self._session, self._transfer)
         return stream

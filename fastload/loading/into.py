@@ -700,14 +700,14 @@ def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[S
     parameters = _parameters_by_key(part)
     if not any(map(is_dtensor, parameters.values())):
         return
-    held = getattr(part.target, "state", None)
+    states = getattr(part.target, "state", None)
     prefix = f"{part.value.name}." if part.value.name else ""
     state_ending, state = (children(part.value.node) or {}).get("state", ("", None))
     for key, (ending, node) in (children(state) or {}).items():
         parameter = parameters.get(key)
         if parameter is None or not is_dtensor(parameter):
             continue
-        own = held.get(parameter) if isinstance(held, Mapping) else None
+        own = states.get(parameter) if isinstance(states, Mapping) else None
         for what, (name, child) in (children(node) or {}).items():
             saved = leaf(child, f"{prefix}{state_ending}.{ending}.{name}")
             if saved is None or saved.is_text or saved.kind == "ndarray":

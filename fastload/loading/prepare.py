@@ -73,7 +73,7 @@ class Opened:
         """Length of the parts of a tensor with one reader: checksum blocks; 0 for parts of any length."""
         if self.verifier is not None:
             return self.access.stored.block_bytes
-        return PAGE_BYTES if self.access.holders is not None else 0
+        return PAGE_BYTES if self.access.supply is not None else 0
 
     @property
     def ranks_on_host(self) -> int:
@@ -101,7 +101,7 @@ class Opened:
             pace=pace_of(threads, plan, storage, ranks_on_host=self.ranks_on_host),
             verifier=self.verifier,
             guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
-            held=self.access.held,
+            cached=self.access.cached,
         )
 
     def match(self, request: Request) -> Match:
@@ -119,7 +119,7 @@ class Opened:
             OptionError: Every rank is to read, and some rank cannot.
         """
         access = self.access
-        if access.holders is not None:
+        if access.supply is not None:
             return StrategyChoice("allgather", "readers have different parts in memory", access.readers)
         strategy, why = self.options.strategy, ""
         if self.options.atomic and strategy == "auto":
@@ -233,7 +233,7 @@ class Job:
     pipeline: Pipeline
 
     def run(self) -> None:
-        """Runs the rounds of a load that is no stream; see `Pipeline.steps` for errors."""
+        """Moves the data into tensors; see `Pipeline.steps` for errors."""
         assert isinstance(self.writer, TensorWriter)
         before: Sequence[tuple[int, int]] = ()
         try:
@@ -300,7 +300,7 @@ def _match(
 ) -> tuple[MatchedRequest, Job | None]:
     """Matches a request of this rank, and opens its load if all ranks may want the same."""
     matched = MatchedRequest.of(opened, match or opened.match(request), start)
-    if opened.access.holders is not None or any(one.runs is not None for one in matched.match.destinations):
+    if opened.access.supply is not None or any(one.runs is not None for one in matched.match.destinations):
         return matched, None
     return matched, _open_common(matched)
 
@@ -360,9 +360,9 @@ def _open_common(matched: MatchedRequest) -> Job:
     """
     opened, decision = matched.opened, matched.decision
     world, options, access = opened.world, opened.options, opened.access
-    is_stream = matched.match.writer is not None
+    has_buffer = matched.match.writer is not None
     extents = [destination.extent for destination in matched.match.destinations]
-    staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the stream buffer has the other half
+    staging_bytes = options.staging_bytes // (2 if has_buffer else 1)  # the buffer has the other half
     between_devices = bool(matched.backend) and not decision.alone
     shares_memory = not between_devices and not decision.alone
     try:
@@ -374,16 +374,16 @@ def _open_common(matched: MatchedRequest) -> Job:
             chunk_bytes=options.chunk_bytes,
             block_bytes=opened.block_bytes,
             even_slots=between_devices,
-            contiguous=access.is_mounted and not is_stream,
+            contiguous=access.is_mounted and not has_buffer,
             hosts=access.hosts,
             num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
             to_device=is_accelerator(matched.match.device) and not between_devices,
         )
     except OptionError as error:
-        if not is_stream:
+        if not has_buffer:
             raise
         raise OptionError(f"{error}, half of {named_staging(options.staging_bytes)}") from None
-    if is_stream:
+    if has_buffer:
         plan = plan.deeper(staging_bytes)
     return open_job(matched, plan, sum(extent.nbytes for extent in extents))
 
@@ -466,7 +466,7 @@ def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[by
         order=ring_order(opened.access.hosts),
         staging_bytes=opened.options.staging_bytes,
         chunk_bytes=opened.options.chunk_bytes,
-        holders=opened.access.holders,
+        supply=opened.access.supply,
         to_device=bool(matched.backend) or (decision.alone and is_accelerator(matched.match.device)),
     )
     return open_job(matched, plan, bytes_wanted)

@@ -12,22 +12,20 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from fastload.base.devices import is_accelerator
-from fastload.base.threads import raise_first
 from fastload.comm.failures import kinds_of
-from fastload.comm.observers import observe
+from fastload.comm.observers import Observers, observe
 from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.aliases import raise_differing
-from fastload.loading.background_reads import BackgroundReads
 from fastload.loading.match import Match, Request
 from fastload.loading.prepare import Job, LoadStart, Opened, accept, open_rest, prepare, terms_of
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
-from fastload.transfer.read import HeldBytes, Verifier
-from fastload.transfer.routed_plan import Holders
+from fastload.transfer.read import BackgroundReads, CachedBytes, Verifier
+from fastload.transfer.routed_plan import Supply
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +43,16 @@ class Loaded:
     result: Any
 
 
-class Supply(NamedTuple):
+class Supplied(NamedTuple):
     """Bytes of a checkpoint in the memory of the ranks.
 
     Attributes:
-        held: Those of this rank.
-        holders: Which ranks can deliver each byte, from memory or from storage; the same on all ranks.
+        cached: Those of this rank.
+        supply: Which ranks can deliver each byte, from memory or from storage; the same on all ranks.
     """
 
-    held: HeldBytes
-    holders: Holders
+    cached: CachedBytes
+    supply: Supply
 
 
 class Supplier(Protocol):
@@ -73,7 +71,7 @@ class Supplier(Protocol):
         """
         ...
 
-    def supply(self) -> Supply | None:
+    def supplied(self) -> Supplied | None:
         """Returns what it has got, after `wait`; None if loads are to read storage."""
         ...
 
@@ -93,6 +91,7 @@ class Session:
         world: The ranks.
         access: The checkpoint.
         options: How to load.
+        observers: Observe the loads; None for those of the options and of the process.
 
     Attributes:
         opened: The checkpoint as the next load finds it.
@@ -102,17 +101,25 @@ class Session:
         is_closed: Whether it is closed.
     """
 
-    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
+    def __init__(
+        self, world: World, access: Access, options: LoadOptions, observers: Observers | None = None
+    ) -> None:
         verifier = Verifier(access.stored) if access.stored.block_bytes and options.verify else None
-        observers = observe(world, options.trace)
-        observers.begin(access.hosts)
+        try:
+            if observers is None:
+                observers = observe(world, options.trace)
+            with world.together():
+                observers.begin(access.hosts)
+        except BaseException:
+            access.storage.close()
+            raise
         self.opened = Opened(world, access, options, verifier, observers, access.storage.bytes_read)
         self.report: LoadReport | None = None
         self.supplier: Supplier | None = None
         self.has_failed = False
         self.is_closed = False
         self._opened_in = os.getpid()
-        self._parts: dict[int, Session] = {}  # those of `Access.parts` that are in use
+        self._components: dict[int, Session] = {}  # those of `Access.components` that are in use
 
     @property
     def stored(self) -> Manifest:
@@ -172,7 +179,7 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
-        for session in self._parts.values():
+        for session in self._components.values():
             session.await_supply()
         if self.supplier is not None:
             try:
@@ -185,15 +192,16 @@ class Session:
     def is_supplied(self) -> bool:
         """Whether its supplier, if any, has on this rank what it is to have."""
         is_done = self.supplier is None or self.supplier.is_done
-        return is_done and all(session.is_supplied for session in self._parts.values())
+        return is_done and all(session.is_supplied for session in self._components.values())
 
-    def part(self, number: int) -> Session:
-        """Returns a part as it is stored, open by itself, by its number in `Access.parts`."""
-        if number not in self._parts:
-            opened, part = self.opened, self.opened.access.parts[number]
+    def component(self, number: int) -> Session:
+        """Returns a component as it is stored, open by itself, by its number in `Access.components`."""
+        if number not in self._components:
+            opened, access = self.opened, self.opened.access.components[number]
             options = replace(opened.options, atomic=False, trace=None, progress=None, on_report=None)
-            self._parts[number] = Session(opened.world, replace(part, logical=part.stored), options)
-        return self._parts[number]
+            access = replace(access, logical=access.stored)
+            self._components[number] = Session(opened.world, access, options, Observers())
+        return self._components[number]
 
     def serve(self, request: Request) -> Loaded:
         """Loads on all ranks, by way of a layer that serves loads if there is one.
@@ -212,7 +220,7 @@ class Session:
 
     def drop_supplier(self) -> None:
         """Ends what its supplier has under way, and releases its memory."""
-        for session in self._parts.values():
+        for session in self._components.values():
             session.drop_supplier()
         supplier, self.supplier = self.supplier, None
         if supplier is not None:
@@ -232,7 +240,7 @@ class Session:
             request: The request of this rank.
             matched: Its destinations, if they are known.
             start: The beginning of the load; None for now.
-            staging_bytes: Memory for it, if not that of the options.
+            staging_bytes: Memory for it, if not that of the options; the load is then into new memory.
 
         Raises:
             FastloadError: A rank failed.
@@ -241,10 +249,9 @@ class Session:
         start = start or LoadStart.now(self.opened)
         while True:
             opened = self.opened
-            if self.supplier is not None and (supply := self.supplier.supply()) is not None:
-                held, holders = supply
-                opened = replace(opened, access=replace(opened.access, held=held, holders=holders))
-            if staging_bytes is not None:  # for a part of a stream, in new memory
+            if self.supplier is not None and (supplied := self.supplier.supplied()) is not None:
+                opened = replace(opened, access=replace(opened.access, **supplied._asdict()))
+            if staging_bytes is not None:
                 options = replace(opened.options, staging_bytes=staging_bytes, atomic=False)
                 opened = replace(opened, options=options)
             job = prepare(opened, request, matched, start=start)
@@ -267,9 +274,9 @@ class Session:
         is_ready = False
         try:
             with world.step(f"reading {self.stored.url}", is_long=True) as step:
-                view, held = plan.view(world.rank), reader.held or HeldBytes()
-                chunks = [held.lacking(view.reads(index)) for index in range(plan.num_rounds)]
-                reader.held = held.joined(BackgroundReads(reader, chunks).wait(world))
+                view, cached = plan.view(world.rank), reader.cached or CachedBytes()
+                chunks = [cached.lacking(view.reads(index)) for index in range(plan.num_rounds)]
+                reader.cached = cached.joined(BackgroundReads(reader, chunks).wait(world))
                 step.answer(reader.is_misread)
             is_ready = not any(step.answers)
         finally:
@@ -278,49 +285,39 @@ class Session:
         return is_ready
 
     def run(self, job: Job) -> Loaded | None:
-        """Runs a load on all ranks; see `finish`.
-
-        Raises:
-            FastloadError: A rank failed; the tensors may hold some of their bytes.
-        """
-        try:
-            return self.finish(job)
-        except FastloadError as error:
-            error.is_partial = True
-            raise
-
-    def finish(self, job: Job, stream_errors: list[BaseException] | None = None) -> Loaded | None:
         """Moves the data, agrees with all ranks on the outcome of the load, and restores the state.
 
         Args:
             job: The load; closed in the end.
-            stream_errors: The errors of a stream that has moved the data; emptied.
 
         Returns:
             The outcome; None if the data have to be loaded again: they were not laid out as the manifest
             inferred, or were compared with what a reader that failed has sent.
 
         Raises:
-            FastloadError: A rank failed, or tensors of one memory differ.
+            FastloadError: A rank failed, or tensors of one memory differ. Some may have new bytes by then.
         """
-        responses, broken = self._move(job, stream_errors)
-        access = self.opened.access
-        self.opened = replace(
-            self.opened, access=access.without(broken), num_retries=access.storage.num_retries
-        )
-        kinds = kinds_of(responses)
-        if any(one["is_misread"] for one in kinds) or (broken and any(one["is_unsure"] for one in kinds)):
-            return None
-        raise_differing(access.stored.url, list(dict.fromkeys(chain(*(one["differing"] for one in kinds)))))
-        self.report = _report(job, Reports(RankReport, responses[0]["report"]))
-        if self.opened.world.rank == 0:
-            _warn(self.report, broken)
-        return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+        try:
+            responses, broken = self._move(job)
+            access = self.opened.access
+            self.opened = replace(
+                self.opened, access=access.without(broken), num_retries=access.storage.num_retries
+            )
+            kinds = kinds_of(responses)
+            if any(one["is_misread"] for one in kinds) or (broken and any(one["is_unsure"] for one in kinds)):
+                return None
+            differing = list(dict.fromkeys(chain(*(one["differing"] for one in kinds))))
+            raise_differing(access.stored.url, differing)
+            self.report = _report(job, Reports(RankReport, responses[0]["report"]))
+            if self.opened.world.rank == 0:
+                _warn(self.report, broken)
+            return self._restore(job, self.report, calls=any(one["calls"] for one in kinds))
+        except FastloadError as error:
+            error.is_partial = job.matched.match.writer is None  # which else has taken the bytes
+            raise
 
-    def _move(
-        self, job: Job, stream_errors: list[BaseException] | None
-    ) -> tuple[list[dict[str, Any]], Collection[int]]:
-        """Moves all data, those of readers that fail too; arguments are those of `finish`.
+    def _move(self, job: Job) -> tuple[list[dict[str, Any]], Collection[int]]:
+        """Moves all data, those of readers that fail too.
 
         Returns:
             The responses of the ranks, and the readers that failed.
@@ -328,7 +325,7 @@ class Session:
         passes, broken = [job], set[int]()
         try:
             while True:
-                responses = self._move_on_all(passes, stream_errors)
+                responses = self._move_on_all(passes)
                 unread_from = {
                     rank: one["unread_from"]
                     for rank, one in enumerate(responses)
@@ -338,35 +335,28 @@ class Session:
                     return responses, broken | job.pipeline.broken
                 broken |= unread_from.keys()
                 passes.append(self._open_rest_on_all(passes[-1], unread_from))
-                stream_errors = None
         finally:
             passes[-1].close()
 
-    def _move_on_all(
-        self, passes: Sequence[Job], stream_errors: list[BaseException] | None
-    ) -> list[dict[str, Any]]:
+    def _move_on_all(self, passes: Sequence[Job]) -> list[dict[str, Any]]:
         """Moves the data of the last pass on all ranks; returns their responses."""
         job, observers, what = passes[0], self.opened.observers, f"loading {self.stored.url}"
         try:
             with self.opened.world.step(what, is_long=True) as step:
                 with observers.ending("load", job.matched.start.at_s):
-                    self._run_rounds(passes[-1], stream_errors)
+                    try:
+                        passes[-1].run()
+                    except Interrupted as error:
+                        if not self.is_closed:
+                            raise
+                        # Perhaps no other rank has failed.
+                        closed = f"{self.stored.url}: this checkpoint was closed during a load"
+                        raise WorldError(closed) from error
                     response = _response(passes)
                 step.answer(response)
         finally:
             observers.close({"what": what, "bytes_wanted": job.bytes_wanted})
         return step.answers
-
-    def _run_rounds(self, job: Job, stream_errors: list[BaseException] | None) -> None:
-        try:
-            if stream_errors is None:
-                job.run()
-            else:
-                raise_first(stream_errors)
-        except Interrupted as error:
-            if self.is_closed:  # perhaps no other rank has failed
-                raise WorldError(f"{self.stored.url}: this checkpoint was closed during a load") from error
-            raise
 
     def _open_rest_on_all(self, job: Job, unread_from: Mapping[int, int]) -> Job:
         """Opens the load of what failed readers did not read; see `open_rest`."""
@@ -405,7 +395,7 @@ class Session:
         """Reads the layouts that the manifest has inferred."""
         self.opened = replace(self.opened, access=reopen_exactly(self.opened.world, self.opened.access))
         if self.supplier is not None and not self.supplier.covers(self.stored):
-            self.supplier = None
+            self.drop_supplier()
 
 
 def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
@@ -450,7 +440,7 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         for stage in ("read", "exchange", "place")
     )
     times = [pipeline.reader.pace.times for pipeline in pipelines]
-    num_reads = sum(each.num_reads for each in times)
+    num_answers = sum(each.num_answers for each in times)
     drop_outs = [pipeline.drop_out for pipeline in pipelines if pipeline.drop_out]
     return RankReport(
         rank=world.rank,
@@ -467,9 +457,9 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
         bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
         read_s=read_s,
-        num_reads=num_reads,
+        num_reads=sum(each.num_reads for each in times),
         reads_in_flight=sum(each.reading_s for each in times) / read_s if read_s else 0.0,
-        first_byte_s=sum(each.first_byte_s for each in times) / num_reads if num_reads else 0.0,
+        first_byte_s=sum(each.first_byte_s for each in times) / num_answers if num_answers else 0.0,
         exchange_s=exchange_s,
         place_s=place_s,
         cpu_s=time.process_time() - matched.start.cpu_s,

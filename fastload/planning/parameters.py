@@ -12,7 +12,7 @@ from typing import Any
 from fastload.base.units import require_whole
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.state import OWN_PREFIX, children, leaves
+from fastload.formats.state import OWN_PREFIX, optimizer_tensors
 
 _MOST = 10**9  # no size in a config is larger
 _FLOATS = ("F", "BF", "C")  # first letters of the safetensors dtypes of parameters
@@ -118,26 +118,13 @@ def _num_elements(entries: Iterable[TensorEntry]) -> int:
 
 def _optimizer_names(manifest: Manifest, names: Iterable[str]) -> set[str]:
     """Returns the names of optimizer state."""
-    found = set[str]()
-    if manifest.structure is not None:
-        _find_optimizers(manifest.structure, "", found)
+    found = set[str]().union(*optimizer_tensors(manifest.structure).stored.values())
     parts = {name: name.split(".") for name in names}
     below = {tuple(part[:-1]) for part in parts.values() if part[-1] in _MOMENTS}
     found.update(
         name for name, part in parts.items() if tuple(part[:-1]) in below or not _MOMENTS.isdisjoint(part)
     )
     return found
-
-
-def _find_optimizers(node: Any, name: str, found: set[str]) -> None:
-    below = children(node)
-    if below is None:
-        return
-    if below.keys() >= {"state", "param_groups"}:
-        found.update(leaf.stored for leaf in leaves(node, name))
-        return
-    for ending, child in below.values():
-        _find_optimizers(child, f"{name}.{ending}" if name else ending, found)
 
 
 def _averaged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

@@ -237,13 +237,13 @@ def predict(call: SaveCall, state: RankState) -> SaveAgreement:
     return _agreement(call, state, state.shard_map, hosts, call.metadata, state.strides, how)
 
 
-def agree(call: SaveCall, state: Any, *, went_on: bool = False) -> tuple[RankState, SaveAgreement]:
+def agree(call: SaveCall, state: Any, *, has_copied: bool = False) -> tuple[RankState, SaveAgreement]:
     """Compares the states that the ranks are about to save, and gathers their hosts.
 
     Args:
         call: This rank's call.
         state: The state; a `RankState` if this rank has described it before the ranks meet.
-        went_on: Whether this rank has copied its bytes by its prediction.
+        has_copied: Whether this rank has copied its bytes by its prediction.
 
     Returns:
         The state that the ranks save together, and their agreement.
@@ -256,7 +256,7 @@ def agree(call: SaveCall, state: Any, *, went_on: bool = False) -> tuple[RankSta
         if call.raise_earlier is not None:
             call.raise_earlier()
         described = state if isinstance(state, RankState) else describe(call, state)
-        step.answer(_introduction(call, described, went_on=went_on))
+        step.answer(_introduction(call, described, has_copied=has_copied))
     ranks = step.answers
     require_same([rank["same"] for rank in ranks])
     is_mixed = len({rank["places"] for rank in ranks}) > 1
@@ -285,7 +285,7 @@ def agree(call: SaveCall, state: Any, *, went_on: bool = False) -> tuple[RankSta
     return described, _agreement(call, described, shard_map, hosts, ranks[0]["metadata"], strides, how)
 
 
-def _introduction(call: SaveCall, state: RankState, *, went_on: bool) -> dict[str, Any]:
+def _introduction(call: SaveCall, state: RankState, *, has_copied: bool) -> dict[str, Any]:
     """Returns what this rank tells the others of its state."""
     rank, shard_map = call.world.rank, state.shard_map
     return {
@@ -297,7 +297,7 @@ def _introduction(call: SaveCall, state: RankState, *, went_on: bool) -> dict[st
         "shards": shard_map.digest if shard_map is not None else "",
         "digests": digest_by_holders(shard_map, rank, state.digests) if shard_map and state.digests else {},
         "places": state.reader.places(),
-        "went_on": went_on,
+        "has_copied": has_copied,
     }
 
 
@@ -336,10 +336,10 @@ def _check_replicas(
     Raises:
         ReplicaMismatch: Shards differ whose difference is an error; see `ShardDigests.is_error`.
     """
-    unlike = differing_groups(by_holders)
-    if not unlike:
+    differing = differing_groups(by_holders)
+    if not differing:
         return
-    differences = find_differences(call.world, _comparing(call), layout, shard_map, how, digests, unlike)
+    differences = find_differences(call.world, _comparing(call), layout, shard_map, how, digests, differing)
     if differences is None:
         return
     names = {name for name, *_ in differences.of_tensors}
@@ -374,10 +374,10 @@ def compare_on_devices(
     comparison = DeviceComparison(how, state.layout, agreed.shard_map)
     if reader.on_device:
         ranges = how.ranges_on_devices(state.layout, agreed.shard_map, reader, world.rank)
-        held = {at for at, each in ranges.items() if overlaps and not reader.versions(each.tensor)}
-        order = sorted(ranges, key=lambda at: at not in held)
+        first = {at for at, each in ranges.items() if overlaps and not reader.versions(each.tensor)}
+        order = sorted(ranges, key=lambda at: at not in first)
         try:
-            pending = PendingDigests(reader, [ranges[at] for at in order], num_held=len(held))
+            pending = PendingDigests(reader, [ranges[at] for at in order], num_first=len(first))
             comparison = replace(comparison, numbers=order, pending=pending)
         except (MemoryError, RuntimeError) as error:  # a full device, or one without 64-bit integers
             _log.warning("%s: replicas on accelerators are not compared: %s", call.what, error)
@@ -414,7 +414,7 @@ def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
 
 def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
     """Raises if a rank has copied its bytes by a wrong prediction."""
-    predicted = [rank for rank, each in enumerate(ranks) if each["went_on"]]
+    predicted = [rank for rank, each in enumerate(ranks) if each["has_copied"]]
     if predicted:
         raise PlanMismatch(
             f"the ranks hold different parts of the state, which rank {predicted[0]} could not foresee: "
@@ -477,5 +477,5 @@ def gather_states(
     with world.gathering_step(what) as forms:
         forms.answer(form)
     with world.gathering_step(what) as boxes:
-        boxes.answer(pack_boxes(reader.held()))
+        boxes.answer(pack_boxes(reader.boxes_and_meshes()))
     return merge_states(forms.answers, boxes.answers, options=options, stem=stem, outcome=outcome)

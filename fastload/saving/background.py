@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, WorldError
 from fastload.report import SaveReport
@@ -49,6 +50,7 @@ class FinishedSave:
         self.world.acknowledge()
 
 
+@short_tracebacks
 class SaveHandle:
     """A save in the background, from `fastload.async_save`.
 

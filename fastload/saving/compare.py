@@ -19,7 +19,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fastload.base.bit_digests import ALIGN_BYTES
 from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch, some_of
@@ -27,7 +26,7 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.dtensors import is_dtensor
-from fastload.saving.device_digests import PendingDigests
+from fastload.saving.device_digests import ALIGN_BYTES, PendingDigests
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
@@ -536,7 +535,7 @@ def find_differences(
     shard_map: ShardMap,
     how: ShardDigests,
     digests: bytes,
-    unlike: Collection[str],
+    differing: Collection[str],
 ) -> ShardDifferences | None:
     """Finds the shards that differ on ranks of which some digests do.
 
@@ -549,7 +548,7 @@ def find_differences(
         shard_map: Which ranks hold which bytes.
         how: How they were compared.
         digests: Of this rank's shards; see `ShardDigests.of`.
-        unlike: The `differing_groups` of the ranks.
+        differing: The `differing_groups` of the ranks.
 
     Returns:
         The differences; None without any.
@@ -559,10 +558,10 @@ def find_differences(
     """
     own = dict(_by_shard(shard_map, world.rank, digests))
     with world.gathering_step(what) as sending:
-        sending.answer(b"".join(own[shard] for shard in _first_held(shard_map, world.rank, unlike)))
+        sending.answer(b"".join(own[shard] for shard in _first_held(shard_map, world.rank, differing)))
     first: dict[_Replica, bytes] = {}
     for rank, sent in enumerate(sending.answers):
-        first.update(zip(_first_held(shard_map, rank, unlike), _cut(sent), strict=True))
+        first.update(zip(_first_held(shard_map, rank, differing), _cut(sent), strict=True))
     is_error = {shard: how.is_error(layout.space.ranges[shard[0]].name, shard[1]) for shard in own}
     with world.step(what) as step:
         step.answer(_differing(first, own, is_error))
@@ -590,13 +589,13 @@ def _differing(
 
     Errors come before others.
     """
-    unlike = [
+    differing = [
         (at, shard, digest.hex())
         for at, (shard, digest) in enumerate(own.items())
         if digest != first.get(shard, digest) and _UNKNOWN not in (digest, first[shard])
     ]
-    unlike.sort(key=lambda found: not is_error[found[1]])
-    return len(unlike), [(at, digest) for at, _, digest in unlike[:_NUM_SHOWN]]
+    differing.sort(key=lambda found: not is_error[found[1]])
+    return len(differing), [(at, digest) for at, _, digest in differing[:_NUM_SHOWN]]
 
 
 def _odd_ranks(holders: Sequence[int], digests: Mapping[int, str], num_ranks: int) -> str:

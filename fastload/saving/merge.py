@@ -285,21 +285,22 @@ def pack_state(
     return zlib.compress(json.dumps([structure, specs, strides or {}]).encode(), level=1)
 
 
-HeldBoxes = tuple[tuple[Box, ...], str]
+BoxesAndMesh = tuple[tuple[Box, ...], str]
 """The boxes of a tensor that a rank holds, and its mesh; see `mesh_of`."""
 
 
-def pack_boxes(held: Mapping[str, HeldBoxes]) -> bytes:
+def pack_boxes(boxes: Mapping[str, BoxesAndMesh]) -> bytes:
     """Packs the boxes that a rank holds of each tensor; equal ones are stored once."""
-    numbers: dict[HeldBoxes, int] = {}
-    columns = [[name, numbers.setdefault(each, len(numbers))] for name, each in held.items()]
+    numbers: dict[BoxesAndMesh, int] = {}
+    columns = [[name, numbers.setdefault(each, len(numbers))] for name, each in boxes.items()]
     return zlib.compress(json.dumps([list(numbers), columns]).encode(), level=1)
 
 
-def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, HeldBoxes]]:
-    held, columns = json.loads(zlib.decompress(packed))
+def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, BoxesAndMesh]]:
+    kinds_of, columns = json.loads(zlib.decompress(packed))
     kinds = [
-        (tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes), mesh) for boxes, mesh in held
+        (tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes), mesh)
+        for boxes, mesh in kinds_of
     ]
     return ((name, kinds[number]) for name, number in columns)
 
@@ -311,11 +312,11 @@ def _boxes_by_rank(
 
     Equal ones share one object.
     """
-    numbers: dict[HeldBoxes, int] = {}
+    numbers: dict[BoxesAndMesh, int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
     for rank, of_rank in enumerate(packed):
-        for name, held in _unpack_boxes(of_rank):
-            columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
+        for name, boxes in _unpack_boxes(of_rank):
+            columns[name].extend((rank, numbers.setdefault(boxes, len(numbers))))
     kinds = list(numbers)
     known: dict[bytes, tuple[BoxesByRank, frozenset[str]]] = {}
     for column in columns.values():

@@ -237,11 +237,11 @@ def _found_parts(
         for index, part in enumerate(share.parts)
     )
     found: dict[tuple[int, int], list[ShardRange]] = {}
-    held: dict[TensorShards, list[MappedShard]] = {}
+    own: dict[TensorShards, list[MappedShard]] = {}
     for number, (entry, kind) in enumerate(zip(layout.space.ranges, shard_map.tensors, strict=True)):
-        if kind not in held:
-            held[kind] = [shard for shard in kind.shards if rank in shard.holders]
-        for shard in held[kind]:
+        if kind not in own:
+            own[kind] = [shard for shard in kind.shards if rank in shard.holders]
+        for shard in own[kind]:
             first = entry.file, entry.offset + shard.runs.start
             last = entry.file, entry.offset + shard.runs.end
             for part, writer, index in known.overlapping(first, last):

@@ -137,14 +137,19 @@ class PlannedWrite:
 
 
 class PlanTransform(Protocol):
-    """Plans to write something else in place of a complete state."""
+    """Plans to write something else in place of a complete state.
+
+    Only that of deltas is known, the entry point ``delta`` of ``fastload.plan_transforms``: a function of the
+    location to save to, `SaveOptions.base`, and what returns the location of another base, or None for a
+    complete checkpoint, on rank 0.
+    """
 
     def __call__(self, call: SaveCall, complete: PlannedWrite, agreed: SaveAgreement) -> PlannedWrite:
         """Returns what this rank writes. Called on all ranks, before anything is written.
 
         Args:
             call: This rank's call.
-            complete: The plan of a complete save. The memory of its snapshot is released if it is not used.
+            complete: The plan of a complete save. If its snapshot is not used, release it.
             agreed: The agreement of the ranks.
 
         Raises:

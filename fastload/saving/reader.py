@@ -174,11 +174,11 @@ class StateReader:
         tensor = self._tensors.get(name)
         if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
             return tensor
-        for held, view in self._parts_of(name):
-            if held == box:
+        for own, view in self._parts_of(name):
+            if own == box:
                 return view
-            if held.intersect(box) == box:
-                return narrowed(view, box.relative_to(held))
+            if own.intersect(box) == box:
+                return narrowed(view, box.relative_to(own))
         raise AssertionError(f"this rank does not hold {box}")
 
     def wait_copied(self) -> None:
@@ -194,7 +194,7 @@ class StateReader:
         """Returns the boxes of a tensor that this rank holds."""
         return tuple(box for box, _ in self._parts_of(name))
 
-    def held(self) -> dict[str, tuple[tuple[Box, ...], str]]:
+    def boxes_and_meshes(self) -> dict[str, tuple[tuple[Box, ...], str]]:
         """Returns the boxes that this rank holds of each tensor, and its mesh; see `mesh_of`."""
         return {name: (self.boxes(name), mesh_of(tensor)) for name, tensor in self._tensors.items()}
 

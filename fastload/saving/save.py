@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,8 +64,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
     world = call.world
     with world.together():
         described, agreed = agree(call, state)
-        with _or_leave(call, met=True):
-            plan = make_plan(call, compare_on_devices(call, described, agreed), agreed)
+        plan = make_plan(call, compare_on_devices(call, described, agreed), agreed)
     begun = BegunSave(plan, agreed, None, None)
     with finishing(call, begun):
         finished = _write(call, begun, agreed, 0.0)
@@ -84,11 +83,11 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
     """
     agreed = None
     with call.world.together():
-        with _or_leave(call, met=False):
+        with _failing_on_all(call):
             described = describe(call, state)
         if has_to_meet(call, described):
             described, agreed = agree(call, described)
-        with _or_leave(call, met=agreed is not None):
+        with _failing_on_all(call) if agreed is None else nullcontext():
             expected = agreed if agreed is not None else predict(call, described)
             overlaps = call.options.snapshot == "overlap"
             described = compare_on_devices(call, described, expected, overlaps=overlaps)
@@ -201,16 +200,13 @@ def _await_turn(call: SaveCall, queued: QueuedSave) -> bool:
 
 
 @contextmanager
-def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
-    """Tells the other ranks, perhaps in the background already, if this rank fails."""
+def _failing_on_all(call: SaveCall) -> Iterator[None]:
+    """Tells the other ranks, which this rank has not met, if it fails: they may be in the background."""
     try:
         yield
-    except BaseException as error:
-        if met or not isinstance(error, Exception):
-            call.world.leave(error)
-        else:
-            with suppress(FastloadError), call.world.step(call.what):
-                raise error
+    except Exception as error:
+        with suppress(FastloadError), call.world.step(call.what):
+            raise error
         raise
 
 
@@ -222,7 +218,7 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
     """
     try:
         with call.world.together():
-            yield begun.agreed or agree(call, begun.plan.state, went_on=True)[1]
+            yield begun.agreed or agree(call, begun.plan.state, has_copied=True)[1]
     except BaseException:
         if begun.snapshot is not None:
             begun.snapshot.cancel()
@@ -236,12 +232,13 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     """Writes the files, and publishes the checkpoint."""
     world = call.world
     call.observers.begin(agreed.hosts)
-    with one_torch_thread():  # more would mostly wait for each other, and take the cores from training
-        planned = PlannedWrite(begun.plan, begun.snapshot)
-        if call.transform is not None:
-            planned = call.transform(call, planned, agreed)
-        written = write(call, planned.plan, planned.snapshot)
+    planned = PlannedWrite(begun.plan, begun.snapshot)
     try:
+        # More threads would mostly wait for each other, and take the cores from training.
+        with call.observers.failing("save", call.began), one_torch_thread():
+            if call.transform is not None:
+                planned = call.transform(call, planned, agreed)
+            written = write(call, planned.plan, planned.snapshot)
         # Not a long step: a commit does not notice that another one has failed, and may take long.
         with world.step(f"{call.what}: publishing") as step:
             with call.observers.ending("save", call.began):

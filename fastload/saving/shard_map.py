@@ -120,11 +120,11 @@ class ShardMap:
         """Returns the shards of a tensor, by its number in `Layout.space`."""
         entry = self._entries[number]
         dtype, shape = torch_spec(entry)
-        held = None if self._boxes is None else self._boxes[entry.name]
-        key = (shape, dtype.itemsize, id(held))  # the same for identical layers
+        boxes = None if self._boxes is None else self._boxes[entry.name]
+        key = (shape, dtype.itemsize, id(boxes))  # the same for identical layers
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._cut(shape, dtype.itemsize, held)
+            found = self._known[key] = self._cut(shape, dtype.itemsize, boxes)
         return found
 
     @cached_property
@@ -134,11 +134,11 @@ class ShardMap:
 
     def replicated(self, rank: int) -> list[tuple[int, MappedShard]]:
         """Returns the shards that a rank shares with others, each with the number of its tensor, in order."""
-        held = {
+        shared = {
             kind: [shard for shard in kind.shards if len(shard.holders) > 1 and rank in shard.holders]
             for kind in set(self.tensors)
         }
-        return [(number, shard) for number, kind in enumerate(self.tensors) for shard in held[kind]]
+        return [(number, shard) for number, kind in enumerate(self.tensors) for shard in shared[kind]]
 
     def missing(self) -> list[str]:
         """Describes boxes that no rank holds; the first ones."""
@@ -159,11 +159,11 @@ class ShardMap:
         kinds = [[[shard.box, shard.holders] for shard in kind.shards] for kind in numbers]
         return xxhash.xxh3_128_hexdigest(json.dumps([kinds, of_tensors]).encode())
 
-    def _cut(self, shape: tuple[int, ...], itemsize: int, held: BoxesByRank | None) -> TensorShards:
-        if held is None:
+    def _cut(self, shape: tuple[int, ...], itemsize: int, boxes: BoxesByRank | None) -> TensorShards:
+        if boxes is None:
             box = Box.whole(shape)
             return TensorShards([MappedShard(box, runs_of(box, shape).scaled(itemsize), self._everyone)])
-        parts = list(_cut(shape, held))
+        parts = list(_cut(shape, boxes))
         shards = [
             MappedShard(box, runs_of(box, shape).scaled(itemsize), holders)
             for box, holders in parts
@@ -172,9 +172,9 @@ class ShardMap:
         return TensorShards(shards, _joined([box for box, holders in parts if not holders]))
 
 
-def _cut(shape: Sequence[int], held: BoxesByRank) -> Iterator[tuple[Box, tuple[int, ...]]]:
+def _cut(shape: Sequence[int], boxes_by_rank: BoxesByRank) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Yields the parts of a tensor between all boundaries of boxes, each with its holders, perhaps none."""
-    boxes = [(box, ranks) for of_ranks, ranks in held for box in of_ranks if box.is_within(shape)]
+    boxes = [(box, ranks) for of_ranks, ranks in boxes_by_rank for box in of_ranks if box.is_within(shape)]
     bounds = [
         sorted(
             {0, size}

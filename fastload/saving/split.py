@@ -231,7 +231,7 @@ _Holders = tuple[int, ...] | None
 """Writers that hold bytes of a range; empty if there are too many, None if any writer has them."""
 
 
-class _HeldRange(NamedTuple):
+class _RangeOfHolders(NamedTuple):
     begin: int
     end: int
     holders: _Holders
@@ -270,13 +270,13 @@ def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
 
 def _held_ranges(
     layout: Layout, shard_map: ShardMap, writers: Collection[int], align_bytes: int
-) -> Iterator[Iterator[_HeldRange]]:
+) -> Iterator[Iterator[_RangeOfHolders]]:
     """Yields the byte ranges of each file, in order, with their holders."""
-    known: dict[TensorShards, list[_HeldRange]] = {}
+    known: dict[TensorShards, list[_RangeOfHolders]] = {}
     tensors = layout.space.ranges
 
-    def of_file(file: int, first: int) -> Iterator[_HeldRange]:
-        yield _HeldRange(0, len(layout.files[file].header), None)
+    def of_file(file: int, first: int) -> Iterator[_RangeOfHolders]:
+        yield _RangeOfHolders(0, len(layout.files[file].header), None)
         for number in range(first, len(tensors)):
             entry = tensors[number]
             if entry.file != file:
@@ -285,29 +285,33 @@ def _held_ranges(
             if kind not in known:
                 known[kind] = _of_shards(kind.shards, writers, align_bytes)
             for begin, end, holders in known[kind]:
-                yield _HeldRange(entry.offset + begin, entry.offset + end, holders)
+                yield _RangeOfHolders(entry.offset + begin, entry.offset + end, holders)
 
     for file in range(len(layout.files)):
         yield of_file(file, layout.space.find(file, -1) + 1)
 
 
-def _of_shards(shards: Sequence[MappedShard], writers: Collection[int], align_bytes: int) -> list[_HeldRange]:
+def _of_shards(
+    shards: Sequence[MappedShard], writers: Collection[int], align_bytes: int
+) -> list[_RangeOfHolders]:
     """Joins shards whose bytes alternate, and short ones, since only long ranges matter."""
-    found: list[_HeldRange] = []
+    found: list[_RangeOfHolders] = []
     for shard in shards:
         able = tuple(rank for rank in shard.holders if rank in writers)
-        new = _HeldRange(shard.runs.start, shard.runs.end, able)
+        new = _RangeOfHolders(shard.runs.start, shard.runs.end, able)
         if found:
             last = found[-1]
             is_short = min(last.end - last.begin, new.end - new.begin) < align_bytes
             if new.begin < last.end or is_short:
-                found[-1] = _HeldRange(last.begin, max(last.end, new.end), _either(last.holders, able))
+                found[-1] = _RangeOfHolders(last.begin, max(last.end, new.end), _either(last.holders, able))
                 continue
         found.append(new)
     return found
 
 
-def _ranges_in_units(ranges: Iterator[_HeldRange], nbytes: int, align_bytes: int) -> Iterator[_HeldRange]:
+def _ranges_in_units(
+    ranges: Iterator[_RangeOfHolders], nbytes: int, align_bytes: int
+) -> Iterator[_RangeOfHolders]:
     """Yields a file in units, joined by the holders of some of their bytes."""
     position = 0
     holders: _Holders = None
@@ -316,16 +320,16 @@ def _ranges_in_units(ranges: Iterator[_HeldRange], nbytes: int, align_bytes: int
         last = end // align_bytes * align_bytes
         if first < last:
             if position < first:
-                yield _HeldRange(position, first, _either(holders, here))
-            yield _HeldRange(first, last, here)
+                yield _RangeOfHolders(position, first, _either(holders, here))
+            yield _RangeOfHolders(first, last, here)
             position, holders = last, None
         elif position < last:
-            yield _HeldRange(position, last, _either(holders, here))
+            yield _RangeOfHolders(position, last, _either(holders, here))
             position, holders = last, None
         if end > position:
             holders = _either(holders, here)
     if position < nbytes:
-        yield _HeldRange(position, nbytes, holders)
+        yield _RangeOfHolders(position, nbytes, holders)
 
 
 def _either(one: _Holders, other: _Holders) -> _Holders:

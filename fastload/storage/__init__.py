@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from fastload.base.registry import extension, extension_module, extensions
 from fastload.errors import FastloadError, OptionError
 from fastload.options import Patience
 from fastload.storage import single_file
@@ -39,6 +40,7 @@ __all__ = [
     "Names",
     "PatientStorage",
     "Storage",
+    "StorageOpener",
     "Target",
     "WritableStorage",
     "local_directory",
@@ -51,14 +53,38 @@ __all__ = [
     "put_next_to",
     "redact",
     "register_storage",
+    "require_packages",
     "require_writable",
     "take",
 ]
 
 _S3 = frozenset("s3 s3a".split())
-_HUB = "hf"
+_HUB = "hf"  # which fsspec knows, too: it would read slowly
 _READ_ONLY = HTTP | {_HUB}
 _PATIENCE = Patience()
+
+
+class StorageOpener(Protocol):
+    """Opens the URLs of a scheme that fastload does not know: an entry point of ``fastload.storages``.
+
+    The name of the entry point is the scheme.
+    """
+
+    def __call__(
+        self, location: Location, options: Mapping[str, Any], *, io: str, patience: Patience
+    ) -> Storage:
+        """Opens a storage, without a request.
+
+        Args:
+            location: The URL.
+            options: ``storage_options`` of the caller.
+            io: How to read local files, such as those of a cache: ``auto``, ``buffered`` or ``direct``.
+            patience: Gives the longest time for one request. The caller tries again.
+
+        Raises:
+            OptionError: The URL or an option is invalid, or a package is missing.
+        """
+        ...
 
 
 def register_storage(scheme: str, factory: Callable[..., Storage]) -> None:
@@ -89,14 +115,14 @@ def open_storage(
     io: str = "auto",
     patience: Patience = _PATIENCE,
 ) -> Storage:
-    """Opens read access to a local path, the Hugging Face hub, or a URL that obstore or fsspec supports.
+    """Opens read access to a local path, or a URL that obstore, an extension or fsspec supports.
 
     Makes no request yet.
 
     Args:
         path: Path, URL or `Location`.
         names: Names of files of a checkpoint.
-        options: Passed to obstore, fsspec or the hub, in addition to the environment.
+        options: Passed to obstore, the extension or fsspec, in addition to the environment.
         io: How to read local files: ``auto``, ``buffered`` or ``direct``.
         patience: Gives the longest time for one request to an object store. Nothing is retried.
 
@@ -107,12 +133,7 @@ def open_storage(
     location = locate(path)
     if not location.scheme:
         return LocalStorage(location.address, io)
-    if location.scheme == _HUB and _HUB not in registered_storages:
-        _require(location, "hub", "huggingface_hub", "obstore")
-        from fastload.storage.hub import HubStorage
-
-        return HubStorage(location, options or {}, io=io, attempt_s=patience.attempt_s)
-    return _open_url(location, names, options or {}, patience._replace(retries=0))
+    return _open_url(location, names, options or {}, patience._replace(retries=0), io)
 
 
 def open_patiently(
@@ -194,11 +215,10 @@ def open_target(
     options = options or {}
     root = locate(f"{scheme}://{parent}")
     if scheme in _S3 - registered_storages.keys():
-        _require(root, "remote", "obstore")
-        from fastload.storage.s3 import Multipart, S3Storage
-
-        s3 = S3Storage(root, names, options, patience)
-        return ObjectTarget(location.url, s3, name, names, Multipart(s3, names))
+        require_packages(root, "remote", "obstore")
+        uploads = extension_module("remote.s3")
+        s3 = uploads.S3Storage(root, names, options, patience)
+        return ObjectTarget(location.url, s3, name, names, uploads.Multipart(s3, names))
     parent_storage = _open_writable(root, names, options, patience)
     streams = Streams(parent_storage, timeout_s=patience.timeout_s)
     return ObjectTarget(location.url, parent_storage, name, names, streams)
@@ -244,15 +264,20 @@ def put_next_to(
         storage.put(name, content)
 
 
-def _open_url(location: Location, names: Names, options: Mapping[str, Any], patience: Patience) -> Storage:
-    """Opens the storage of a URL, other than the hub's."""
+def _open_url(
+    location: Location, names: Names, options: Mapping[str, Any], patience: Patience, io: str = "auto"
+) -> Storage:
     if location.scheme in registered_storages:
         return _open_registered(location, options)
     if location.scheme in OBJECT_STORES | HTTP:
-        _require(location, "remote", "obstore")
-        from fastload.storage.obstore import ObjectStorage
-
-        return ObjectStorage(location, names, options, patience)
+        require_packages(location, "remote", "obstore")
+        storage: Storage = extension_module("remote.obstore").ObjectStorage(
+            location, names, options, patience
+        )
+        return storage
+    if location.scheme == _HUB or location.scheme in extensions("storages"):
+        opener: StorageOpener = extension("storages", location.scheme, f"{location.scheme}://")
+        return opener(location, options, io=io, patience=patience)
     from fastload.storage.fsspec import FsspecStorage
 
     return FsspecStorage(location, options)
@@ -288,8 +313,12 @@ def _open_writable(
     return storage
 
 
-def _require(location: Location, extra: str, *packages: str) -> None:
-    """Requires the packages for a URL, which an extra installs."""
+def require_packages(location: Location, extra: str, *packages: str) -> None:
+    """Requires the packages for a URL, which an extra installs.
+
+    Raises:
+        OptionError: One is missing.
+    """
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise OptionError(f"{location.scheme}:// needs {package}: pip install 'fastload-torch[{extra}]'")

@@ -84,14 +84,14 @@ class LocalDestination:
             if there is not None:
                 self._kept(there, written)
 
-    def take(self, held: Pending, data: int, written: Sequence[str]) -> None:
+    def take(self, pending: Pending, data: int, written: Sequence[str]) -> None:
         """Publishes a checkpoint, after `check`: renames the data of a pending directory to this path.
 
         Files that are not the old checkpoint's own are in both directories before the exchange, so they never
         disappear. Changes to them in the meantime are carried over after it.
 
         Args:
-            held: The pending directory.
+            pending: The pending directory.
             data: Descriptor of its data directory.
             written: Names of all files of the new checkpoint.
 
@@ -100,24 +100,24 @@ class LocalDestination:
             OptionError: As for `check`.
             OSError: It failed, or is not durable; the old checkpoint is back in place.
         """
-        old = self._rename_in(held, data, written)
+        old = self._rename_in(pending, data, written)
         try:
             if old:
-                with closing(folders.open_folder(old, held.folder)) as there:
+                with closing(folders.open_folder(old, pending.folder)) as there:
                     if self._keep(there, data, written):
                         os.fsync(data)
             os.fsync(self.parent)
-            os.fsync(held.folder)
+            os.fsync(pending.folder)
         except (OSError, FastloadError):
             # The caller learns that there is no new checkpoint, so the old one has to be there.
             if old == DATA:
-                folders.exchange(DATA, held.folder, self._name, self.parent)
+                folders.exchange(DATA, pending.folder, self._name, self.parent)
             else:
-                os.rename(self._name, DATA, src_dir_fd=self.parent, dst_dir_fd=held.folder)
-                held.restore()
+                os.rename(self._name, DATA, src_dir_fd=self.parent, dst_dir_fd=pending.folder)
+                pending.restore()
             raise
 
-    def _rename_in(self, held: Pending, data: int, written: Sequence[str]) -> str:
+    def _rename_in(self, pending: Pending, data: int, written: Sequence[str]) -> str:
         """Returns the name of the old checkpoint in the pending directory; empty if there was none."""
         for _ in range(_NUM_TRIES):
             with self._open() as there:
@@ -126,30 +126,30 @@ class LocalDestination:
                     self._keep(there, data, written)
             os.fsync(data)
             with suppress(_Changed):
-                return self._exchange(held) if occupied else self._rename(held)
+                return self._exchange(pending) if occupied else self._rename(pending)
         raise CheckpointExists(f"{self.path}: other processes publish there at the same time")
 
-    def _exchange(self, held: Pending) -> str:
+    def _exchange(self, pending: Pending) -> str:
         try:
-            folders.exchange(DATA, held.folder, self._name, self.parent)
+            folders.exchange(DATA, pending.folder, self._name, self.parent)
             return DATA
         except FileNotFoundError:
             raise _Changed from None  # another process removed it, so the path is free
         except OSError as error:
             if error.errno not in folders.UNABLE:
                 raise
-        os.rename(self._name, OLD, src_dir_fd=self.parent, dst_dir_fd=held.folder)
+        os.rename(self._name, OLD, src_dir_fd=self.parent, dst_dir_fd=pending.folder)
         try:
-            self._rename(held)
+            self._rename(pending)
         except BaseException:
-            held.restore()
+            pending.restore()
             raise
         return OLD
 
-    def _rename(self, held: Pending) -> str:
+    def _rename(self, pending: Pending) -> str:
         try:
             # Replaces nothing but an empty directory.
-            os.rename(DATA, self._name, src_dir_fd=held.folder, dst_dir_fd=self.parent)
+            os.rename(DATA, self._name, src_dir_fd=pending.folder, dst_dir_fd=self.parent)
         except OSError as error:
             if error.errno not in NOT_FREE:
                 raise

@@ -43,8 +43,7 @@ class FsspecStorage(WritableStorage):
             try:
                 self._files, self._root = fsspec.core.url_to_fs(location.address, **options)
             except (ValueError, ImportError, TypeError) as error:
-                why = self.secrets.hide(str(error))
-                raise OptionError(f"cannot open {location}: {why}") from self.secrets.clean(error)
+                raise OptionError(f"cannot open {location}: {self.secrets.hide(str(error))}") from None
 
     def stat(self, name: str) -> FileStat | None:
         try:

@@ -73,19 +73,19 @@ class LocalTarget:
             with os_errors(self.url):
                 self.destination.check([name for name, _ in files], overwrite=overwrite)
             self.clean_abandoned()
-            held = self._hold(lambda: pending.begin(self.url, self.destination.parent), files)
+            directory = self._hold(lambda: pending.begin(self.url, self.destination.parent), files)
             self._reserve()
         except FastloadError:
             self.abort()
             raise
-        return {"pending": held.path, "files": self._sizes}
+        return {"pending": directory.path, "files": self._sizes}
 
     def _hold(self, begin: Callable[[], Pending], files: Sequence[tuple[str, int]]) -> Pending:
         """Takes ownership of a pending directory, and opens its files for writes."""
         with os_errors(os.path.dirname(self.url)):
-            self._pending = held = begin()
-            self._gather(held.open_data(), held.path, dict(files))
-        return held
+            self._pending = directory = begin()
+            self._gather(directory.open_data(), directory.path, dict(files))
+        return directory
 
     def _reserve(self) -> None:
         """Allocates the space of the files that are not there yet."""
@@ -138,13 +138,13 @@ class LocalTarget:
 
     def _release(self, *, restore: bool = False) -> None:
         """Removes the pending directory, if this rank created it, and only then releases its lock."""
-        held, self._pending = self._pending, None
-        if held is not None:
+        directory, self._pending = self._pending, None
+        if directory is not None:
             with suppress(OSError):  # the next save cleans it
                 if restore:  # the old checkpoint may still be in there
-                    held.restore()
-                held.discard()
-            held.close()
+                    directory.restore()
+                directory.discard()
+            directory.close()
 
     def clean_abandoned(self) -> list[str]:
         return pending.clean_abandoned(os.path.dirname(self.url))
@@ -159,9 +159,9 @@ class LocalTarget:
     def close(self) -> None:
         if self._files is not None:
             self._files.close()
-        held, self._pending = self._pending, None
-        if held is not None:
-            held.close()
+        directory, self._pending = self._pending, None
+        if directory is not None:
+            directory.close()
         self.destination.close()
 
 
@@ -353,12 +353,12 @@ class LocalCopy(LocalTarget):
         try:
             with os_errors(self.url):
                 self.destination.check([name for name, _ in files], overwrite=overwrite or damaged)
-            held = self._hold(lambda: pending.resume(self.url, self.destination.parent, identity), files)
+            directory = self._hold(lambda: pending.resume(self.url, self.destination.parent, identity), files)
             self.clean_abandoned()
             self._reserve()
-            with os_errors(held.path):
+            with os_errors(directory.path):
                 flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-                self._journal = folders.open_file(_JOURNAL, held.folder, flags)
+                self._journal = folders.open_file(_JOURNAL, directory.folder, flags)
                 with open(self._journal, "rb", closefd=False) as journal:
                     return journal.read()
         except FastloadError:

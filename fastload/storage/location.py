@@ -297,6 +297,8 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r":?\s*<(?:\?xml|!doctype|html|error)\b.*", re.IGNORECASE)
+# Why a connection failed, which is innermost in the debug text of obstore: `message: "Connection refused",`
+_REASON = re.compile(r'HttpError \{.*^ *(?:\w+: )?"?(\w[^\n]*?)"?[\s\])},]*\Z', re.MULTILINE | re.DOTALL)
 _MOST_CHARS = 300  # shown of a server's response
 _STAND_INS = (FileNotFoundError, NotADirectoryError, PermissionError, OSError, ValueError)
 
@@ -386,10 +388,11 @@ def basic_auth(location: Location) -> str | None:
 
 
 def _first_line(text: str) -> str:
-    """Returns the first line of a message, or code and message of an XML response in it."""
+    """Returns the first line of a message with the reason, or code and message of an XML response in it."""
     line, *markup = _MARKUP.split(text.split("\n", 1)[0])
     if not markup:
-        return line
+        reason = _REASON.search(text)
+        return f"{line}: {reason[1]}" if reason else line
     said = (re.search(f"<{name}>([^<]+)</{name}>", text) for name in ("Code", "Message"))
     return ": ".join([line, *(" ".join(unescape(found[1]).split())[:_MOST_CHARS] for found in said if found)])
 

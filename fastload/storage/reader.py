@@ -82,7 +82,7 @@ class LayeredReader(CheckpointReader):
 
     @property
     def first_byte_s(self) -> float:
-        return self._first.first_byte_s
+        return min((least_s for reader in self._readers if (least_s := reader.first_byte_s)), default=0.0)
 
     @property
     def bytes_read(self) -> int:
@@ -180,10 +180,8 @@ class FileWithSibling(LayeredReader):
             return None  # object stores deny access to what does not exist, to those who may not list it
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
-        if self._is_sibling(name):
-            self._sibling_reader().read_into("", offset, buffers, version)
-        else:
-            super().read_into(name, offset, buffers, version)
+        reader, name = (self._sibling_reader(), "") if self._is_sibling(name) else (self._first, name)
+        reader.read_into(name, offset, buffers, version)
 
     def label(self, name: str) -> str:
         return f"{self.url}.{name}" if self._is_sibling(name) else super().label(name)

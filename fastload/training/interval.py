@@ -1,16 +1,16 @@
-"""When a save is due: by intervals, as given or computed during training, or by a policy of the caller."""
+"""When a save is due: by intervals, or by a policy of the caller."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Protocol, TypeVar
 
+from fastload.base.registry import extension
 from fastload.errors import OptionError
-from fastload.training.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
 from fastload.training.tier import STORAGE, RunningSave
 
 T = TypeVar("T")
@@ -19,12 +19,11 @@ SaveT = TypeVar("SaveT", bound=RunningSave | None)
 _log = logging.getLogger(__name__)
 
 _DEFAULT_S = 1800.0  # default interval between saves
-_FIRST_STEPS = 10  # between the first saves, which are measured
 _NUM_STEPS = 101  # last steps, whose median is the time of a step
 _NUM_SAVES = 5  # last ones that a policy of the caller is told of
-_MIN_STEP_S = 1e-6
 
-_TIER = "tier"  # other than storage; only a policy of the caller knows its name
+TIER = "tier"
+"""The tier next to storage; only a policy of the caller knows its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ class IntervalPolicy:
                 "memory= and memory_every_steps= or memory_every_seconds= go together (or memory= and "
                 "every='auto'): where to keep recent checkpoints, and how often"
             )
-        IntervalController(self)  # whose `AdaptiveInterval` checks mtbf_s, restart_s and budget
+        controller_of(self)  # that of ``auto`` checks mtbf_s, restart_s and budget
 
     @property
     def has_memory_interval(self) -> bool:
@@ -196,65 +195,36 @@ class TrainingTimes:
 
 
 class IntervalController:
-    """The seconds between saves to each tier, as given, or computed from the times of steps and saves.
-
-    The computation is that of `fastload.training.cadence.AdaptiveInterval`. With a memory tier, each tier has
-    the interval for the failures that it survives. Storage gets at most half of the budget and memory the
-    rest, as in `fastload.training.cadence.recommend_tiers`.
+    """When a save is due by the seconds that a policy gives.
 
     Args:
-        policy: The requested intervals.
-        num_hosts: Hosts with in-memory checkpoints.
+        policy: The intervals.
+
+    Attributes:
+        policy: The intervals.
     """
 
-    def __init__(self, policy: IntervalPolicy, num_hosts: int = 1) -> None:
-        self._policy = policy
-        self._num_hosts = num_hosts
-        self._storage: _TierInterval | None = None
-        self._memory: _TierInterval | None = None
-        self._times = TrainingTimes(_TIER, STORAGE)
-        self._since = dict.fromkeys((STORAGE, _TIER), time.monotonic())
-        if policy.every is None or policy.mtbf_s is None:
-            return
-        cadence = AdaptiveInterval(
-            mtbf_s=policy.mtbf_s,
-            restart_s=policy.restart_s,
-            budget=policy.budget,
-            concurrent_saves=1,  # saves are written one at a time
-            interval_steps=_FIRST_STEPS,
-        )
-        self._storage = _TierInterval(cadence, "saving")
-        if policy.memory_copies is not None:
-            self._memory = _TierInterval(cadence, "" if policy.has_memory_interval else "saving to memory")
+    def __init__(self, policy: IntervalPolicy) -> None:
+        self.policy = policy
+        self._since = dict.fromkeys((STORAGE, TIER), time.monotonic())
 
     @property
     def storage_s(self) -> float | None:
-        """Seconds between saves to storage; None before the first measurement, or if there is none."""
-        return self._policy.every_seconds if self._storage is None else self._seconds(STORAGE, self._storage)
+        """Seconds between saves to storage; None if there is no such interval."""
+        return self.policy.every_seconds
 
     @property
     def memory_s(self) -> float | None:
-        """Seconds between saves to memory, likewise."""
-        if self._memory is None or self._policy.has_memory_interval:
-            return self._policy.memory_every_seconds
-        return self._seconds(_TIER, self._memory)
-
-    def _seconds(self, name: str, tier: _TierInterval) -> float | None:
-        is_first_running = self._times.is_running(name) and not tier.cadence.saves
-        if self._times.num_steps < 2 or is_first_running:
-            return None
-        return tier.cadence.interval_steps * self._times.step_s
+        """Seconds between saves to the tier, likewise."""
+        return self.policy.memory_every_seconds
 
     def step_done(self) -> None:
-        """Measures a step, and saves that have ended."""
-        if self._storage is not None:
-            for ended in self._times.step_done():
-                self._learn(ended)
+        """Notes the end of a step, which changes nothing here."""
 
     def take_due(self) -> tuple[set[str], str]:
         """Returns the tiers to which a save is due by now, once for each save, and no problem."""
         now, due = time.monotonic(), set()
-        for tier, seconds in ((STORAGE, self.storage_s), (_TIER, self.memory_s)):
+        for tier, seconds in ((STORAGE, self.storage_s), (TIER, self.memory_s)):
             if seconds is not None and now >= self._since[tier] + seconds:
                 due.add(tier)
                 self._since[tier] = now
@@ -265,88 +235,30 @@ class IntervalController:
         self._since[STORAGE] = time.monotonic()
 
     def measure(self, save: Callable[[], SaveT], *, to_tier: bool = False) -> SaveT:
-        """Calls `save`, and measures the stall of the training; the save is one to storage or to the tier."""
-        if self._storage is None:
-            return save()
-        running, ended = self._times.measure(save, _TIER if to_tier else STORAGE)
-        if ended is not None:
-            self._learn(ended)
-        return running
+        """Calls `save`, which is one to storage or to the tier."""
+        return save()
 
     def pause(self, wait: Callable[[], T]) -> T:
-        """Calls a function that waits for an earlier save.
-
-        It is no time of a step, and no cost of a save: the interval already leaves time for a save to end.
-        """
-        return self._times.pause(wait)
-
-    def _learn(self, ended: EndedSave) -> None:
-        tier = self._memory if ended.tier == _TIER else self._storage
-        if not self._times.num_steps or tier is None or self._storage is None:
-            return
-        save = MeasuredSave(max(self._times.step_s, _MIN_STEP_S), ended.stall_s, ended.background_s)
-        budget = self._policy.budget
-        if self._memory is None:
-            return tier.measured(save)
-        of_memory_s, of_storage_s = self._mtbf_by_tier(self._memory.background_s)
-        if tier is self._storage:
-            tier.measured(save, mtbf_s=of_storage_s, budget=budget / 2)
-        else:
-            left = max(budget / 2, budget - self._storage.overhead)
-            tier.measured(save, mtbf_s=of_memory_s, budget=left)
-
-    def _mtbf_by_tier(self, copy_s: float) -> tuple[float, float]:
-        """Returns the mean seconds between failures that memory survives, and between the others.
-
-        A failure takes one host, as in `fastload.training.cadence.loss_probability`. With one copy memory
-        survives only failures of processes. Their share is unknown, so each tier has the interval for all
-        failures.
-
-        Args:
-            copy_s: Seconds to restore all copies after a failure, once training continues.
-        """
-        policy = self._policy
-        assert policy.mtbf_s is not None
-        assert policy.memory_copies is not None
-        copies, window_s = min(policy.memory_copies, self._num_hosts), policy.restart_s + copy_s
-        share = loss_probability(
-            num_hosts=self._num_hosts, copies=copies, mtbf_s=policy.mtbf_s, window_s=window_s
-        )
-        return mtbf_by_tier(policy.mtbf_s, share) if share < 1 else (policy.mtbf_s, policy.mtbf_s)
+        """Calls a function that waits for an earlier save."""
+        return wait()
 
 
-class _TierInterval:
-    """Measured saves to one tier, and the interval that follows.
+def controller_of(policy: IntervalPolicy, num_hosts: int = 1) -> IntervalController:
+    """Returns what tells when a save is due; of ``auto``, it computes the intervals, and is an extension.
 
     Args:
-        cadence: The first one.
-        doing: Description of the saves for the log; empty logs nothing.
+        policy: The intervals.
+        num_hosts: Hosts of the tier.
 
-    Attributes:
-        cadence: The current one.
+    Raises:
+        OptionError: Values for ``auto`` are invalid, or its extension is not installed.
     """
-
-    def __init__(self, cadence: AdaptiveInterval, doing: str) -> None:
-        self.cadence = cadence
-        self._doing = doing
-
-    @property
-    def background_s(self) -> float:
-        """Seconds of a save after the stall; 0 before the first measurement."""
-        return median([save.background_s for save in self.cadence.saves] or [0.0])
-
-    @property
-    def overhead(self) -> float:
-        """Stall ÷ interval; 0 before the first measurement."""
-        saves, num_steps = self.cadence.saves, self.cadence.interval_steps
-        return median([save.stall_s / (num_steps * save.step_s) for save in saves] or [0.0])
-
-    def measured(self, save: MeasuredSave, **terms: float) -> None:
-        """Updates the interval by one more save, and by other terms of the `AdaptiveInterval`."""
-        before = self.cadence.interval_steps
-        self.cadence = replace(self.cadence, **terms).measured(save)  # type: ignore[arg-type]
-        if self.cadence.interval_steps != before and self._doing:
-            _log.info("%s every %d steps: %s", self._doing, self.cadence.interval_steps, self.cadence.why)
+    if policy.every is None:
+        return IntervalController(policy)
+    controller: IntervalController = extension("intervals", policy.every, f"every={policy.every!r}")(
+        policy, num_hosts
+    )
+    return controller
 
 
 @dataclass(frozen=True)

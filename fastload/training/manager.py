@@ -6,12 +6,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from fastload.base.registry import extension
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
 from fastload.errors import FastloadError, OptionError, WorldError
@@ -49,7 +50,7 @@ class Policy:
         deltas: Whether to save deltas.
 
     Raises:
-        OptionError: A value is invalid.
+        OptionError: A value is invalid, or the extension for deltas is missing.
     """
 
     root: Location
@@ -66,6 +67,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.deltas, bool):
             raise OptionError(f"deltas={self.deltas!r}: must be True or False")
+        if self.deltas:
+            extension("plan_transforms", "delta", "deltas=")
         if self.options.base is not None:
             raise OptionError(
                 f"base={self.options.base!r}: deltas=True saves each checkpoint as a delta of the one before"
@@ -98,9 +101,16 @@ class Policy:
             "best": list(best) if best is not None else None,
             "async_": self.async_,
             "deltas": self.deltas,
-            "max_pending_saves": self.max_pending_saves,  # not `tier`, which may differ between hosts
+            "max_pending_saves": self.max_pending_saves,
+            "tier": _opener(self.tier),  # not where, which may differ between hosts
             **self.options.shared_values(),
         }
+
+
+def _opener(tier: OpenTier | None) -> str:
+    """Returns which function or class opens a tier."""
+    opener: Any = tier.func if isinstance(tier, partial) else tier
+    return getattr(opener, "__qualname__", "") or type(opener).__qualname__
 
 
 def _class_of(policy: object) -> str:
@@ -123,21 +133,23 @@ def _when_to_save(
     Args:
         policy: The caller's policy, or None.
         copies: See `IntervalPolicy.memory_copies`.
-        terms: Further keywords of an `IntervalPolicy`, which have defaults.
-        **intervals: The keywords whose place a policy takes.
+        terms: The keywords whose place a policy takes, and which have defaults.
+        **intervals: The other ones.
 
     Raises:
         OptionError: A value is invalid.
     """
     if policy is None:
         return IntervalPolicy(**intervals, **terms, memory_copies=copies), None
-    _require_policy("save_policy", policy, "due", intervals)
+    defaults = {field.name: field.default for field in fields(IntervalPolicy)}
+    changed = {name: value if value != defaults[name] else None for name, value in terms.items()}
+    _require_policy("save_policy", policy, "due", {**intervals, **changed})
     if type(policy) is IntervalPolicy:  # a subclass may decide otherwise
         of_policy = policy.memory_copies
         return replace(policy, memory_copies=of_policy if copies and of_policy else copies), None
     of_tier = math.inf if copies is not None else None
     never: dict[str, Any] = {"every_seconds": math.inf, "memory_every_seconds": of_tier}
-    return IntervalPolicy(**never, **terms, memory_copies=copies), policy
+    return IntervalPolicy(**never, memory_copies=copies), policy
 
 
 def _tier_of(memory: str | os.PathLike[str] | None, tier: OpenTier | None) -> OpenTier | None:
@@ -159,6 +171,7 @@ def _tier_of(memory: str | os.PathLike[str] | None, tier: OpenTier | None) -> Op
     return partial(open_tier, directory=path if path == "auto" else os.path.abspath(path))
 
 
+@short_tracebacks
 class CheckpointManager:
     """Saves the states of a training below one root, applies rules of retention, and restores the newest.
 
@@ -166,7 +179,7 @@ class CheckpointManager:
     other queries. Use it as a context manager, or `close` it::
 
         with fastload.CheckpointManager("runs/7", keep_last=3) as manager:  # saves every 30 minutes
-            state = {"model": model, "optimizer": optimizer, "step": 0}
+            state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
             if manager.latest() is not None:
                 manager.restore(into=state)
             for step in range(state["step"] + 1, ...):
@@ -351,7 +364,8 @@ class CheckpointManager:
         """
         world, what = self._world, f"managing the checkpoints in {self._catalog.root}"
         with world.ending(), world.step(what) as comparing:
-            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": new_token()}
+            incarnation = new_token() if world.rank == 0 else ""
+            view = {"host": world.node, "shared": self._catalog.shared, "incarnation": incarnation}
             comparing.answer({**view, "same": self._policy.shared_values()})
         views = comparing.answers
         require_same([view["same"] for view in views])
@@ -392,11 +406,11 @@ class CheckpointManager:
     # Save
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Saves a state as the checkpoint of a step: to storage, to memory or to both.
+        """Saves a state as the checkpoint of a step: to storage, to the tier (such as memory) or to both.
 
         The last `should_save` decided where; without one for this step it is storage. If `max_pending_saves`
-        copies exist already, it first waits for one of them. Errors of a save to memory, those of the state
-        included, are warnings on all ranks, and the next save to memory tries again.
+        copies exist already, it first waits for one of them. Errors of a save to the tier, those of the state
+        included, are warnings on all ranks, and the next save to it tries again.
 
         Args:
             step: The step, from 0 on.
@@ -502,7 +516,7 @@ class CheckpointManager:
         return sorted(point.step for point in self._look().complete)
 
     def latest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, in memory or on storage, or None.
+        """Returns the step of the newest complete checkpoint, in the tier or on storage, or None.
 
         The newest is the one that was saved last. After the run has gone back to an earlier step, there may
         be higher steps that are older.
@@ -541,7 +555,7 @@ class CheckpointManager:
         Each rank reads and verifies a share into host memory, which the next `restore` releases; see
         `fastload.prefetch`. `restore` reads from storage if there is a newer checkpoint by then, or if it is
         given `options`, `process_group` or `storage_options` of its own. Nothing is read if the newest
-        checkpoint is in memory, or if there is none.
+        checkpoint is in the tier, or if there is none.
 
         Args:
             step: As for `restore`.
@@ -557,10 +571,10 @@ class CheckpointManager:
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
 
-        It comes from the memory of the hosts if these have all of it, else from storage. If it turns out to
-        be damaged or incomplete, there is a warning, and the next one is loaded. Other problems are errors,
-        such as a newer version, a dtype of a newer torch, or NumPy that is not installed. If another process
-        deletes old checkpoints meanwhile, its newer ones are found.
+        It comes from the tier, such as the memory of the hosts, if that has all of it, else from storage. If
+        it turns out to be damaged or incomplete, there is a warning, and the next one is loaded. Other
+        problems are errors, such as a newer version, a dtype of a newer torch, or NumPy that is not
+        installed. If another process deletes old checkpoints meanwhile, its newer ones are found.
 
         Args:
             into: As for `fastload.load`.
@@ -586,7 +600,7 @@ class CheckpointManager:
 
     @property
     def restored_from(self) -> str | None:
-        """Its source: ``memory`` or ``storage``; None if nothing was restored."""
+        """Its source: ``storage``, or the name of the tier, such as ``memory``; None without a restore."""
         return self._restorer.restored.source if self._restorer.restored is not None else None
 
     # The end
@@ -594,7 +608,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until all saves are durable or dropped, and old checkpoints are deleted.
 
-        Also waits for the save to memory, whose errors are warnings.
+        Also waits for the save to the tier, whose errors are warnings.
 
         Raises:
             FastloadError: A save to storage failed.
@@ -607,7 +621,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits as `wait` does, and restores the previous signal handlers.
 
-        If the memory tier has a newer checkpoint than storage, writes it there; then removes the tier.
+        A tier that has a newer checkpoint than storage first writes it there.
         """
         self._end(goes_well=True)
 

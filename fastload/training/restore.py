@@ -205,7 +205,8 @@ class CheckpointRestorer:
                     self._warn(reason)
             else:
                 if chosen.source == STORAGE and reason:
-                    level = logging.WARNING if in_tier else logging.INFO  # without any, the job began anew
+                    is_passed_over = step is None and any(one.point > chosen.point for one in in_tier)
+                    level = logging.WARNING if is_passed_over else logging.INFO
                     self._log(level, f"step {chosen.point.step} is restored from storage: {reason}")
                 self._tell_tier(step, chosen, self._current(in_tier, listing))
                 return state

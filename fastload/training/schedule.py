@@ -25,6 +25,7 @@ from fastload.training.interval import (
     PolicyController,
     SavePolicy,
     SaveT,
+    controller_of,
     is_due,
 )
 from fastload.training.pending import PendingSaves
@@ -85,7 +86,7 @@ class SaveSchedule:
         if policy is not None:
             self._controller = self._asked = PolicyController(policy, tier.name if tier is not None else "")
         else:
-            self._controller = IntervalController(intervals, tier.num_hosts if tier is not None else 0)
+            self._controller = controller_of(intervals, tier.num_hosts if tier is not None else 0)
         self._signals = StopSignals(self._on_signal)
         self._decider = _Decider(world, self._controller, self._signals, pending)
         self._windows = _Windows(world, self._decider)

@@ -50,7 +50,10 @@ class Found(Protocol):
         """
 
     def blames(self, error: BaseException) -> bool:
-        """Whether an error of `load` is due to this checkpoint, so that the restore tries another one."""
+        """Whether an error of `load` is due to this checkpoint, so that the restore tries another one.
+
+        All ranks have to answer alike.
+        """
 
 
 class RunningSave(Protocol):
@@ -105,7 +108,7 @@ class SaveTier(Protocol):
         """
 
     def wait(self) -> None:
-        """Waits until the last save has ended, on any rank that wants to know."""
+        """Waits until the last save has ended. No call of all ranks."""
 
     def survey(self) -> Sequence[Found]:
         """Returns the checkpoints in the tier, complete or not, oldest first.

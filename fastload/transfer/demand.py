@@ -441,7 +441,7 @@ def deal(
     ranges: Sequence[Sequence[tuple[int, int]]],
     requesters: Sequence[Sequence[int]],
     readers: Sequence[int],
-    holders: Sequence[Sequence[int]] | None = None,
+    suppliers: Sequence[Sequence[int]] | None = None,
 ) -> list[Share]:
     """Deals the bytes of groups to readers.
 
@@ -449,7 +449,7 @@ def deal(
         ranges: For each group, (begin, end) of the ranges to read.
         requesters: For each group, the ranks that request it, ascending.
         readers: The ranks that can read, ascending; at least one.
-        holders: For each group, the readers that can read it, ascending; None if each can read all.
+        suppliers: For each group, the readers that can read it, ascending; None if each can read all.
 
     Returns:
         The shares in the order in which each reader reads, group by group. All readers begin with the groups
@@ -461,9 +461,9 @@ def deal(
     cap = -(-sum(totals) // len(readers)) + _SLACK_BYTES
     loads = dict.fromkeys(readers, 0)
     quotas: list[dict[int, int]] = [{} for _ in totals]
-    can_read = [readers] * len(totals) if holders is None else holders
+    can_read = [readers] * len(totals) if suppliers is None else suppliers
     able = [
-        [rank for rank in ranks if rank in loads and (holders is None or rank in can_read[group])]
+        [rank for rank in ranks if rank in loads and (suppliers is None or rank in can_read[group])]
         for group, ranks in enumerate(requesters)
     ]
     # Groups with the fewest candidate readers first; the rest balance the load.

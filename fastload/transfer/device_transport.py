@@ -24,7 +24,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded
 from fastload.transfer.communicators import Communicators, all_gather, broadcast, join_stream
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
-from fastload.transfer.rounds import Plan
+from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transport, require_unbroken
 
 
@@ -385,7 +385,7 @@ def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
         join_stream(group, work)
 
 
-def groups_of(plan: Plan) -> tuple[Ranks, ...]:
+def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     """Returns the groups that need a communicator, ascending; the same on all ranks.
 
     These are the recipients of each message, and all ranks if some reader is no recipient. The result is

@@ -33,12 +33,14 @@ class ReadTimes:
     Attributes:
         num_reads: Reads that have ended.
         reading_s: Time of all of them together, in seconds.
-        first_byte_s: Time to the first byte of all of them together; 0 where storage cannot tell.
+        num_answers: Requests whose first byte has come; 0 where storage cannot tell.
+        first_byte_s: Time to the first byte of all of these together.
         longest_bytes: Length of the longest one.
     """
 
     num_reads: int = 0
     reading_s: float = 0.0
+    num_answers: int = 0
     first_byte_s: float = 0.0
     longest_bytes: int = 0
 
@@ -94,9 +96,10 @@ class Pace:
         return self._ceiling < self.most
 
     def note_first_byte(self, after_s: float) -> None:
-        """Notes that the first byte of a read came so many seconds after it was asked for."""
+        """Notes that the first byte of a request, of which a read may need several, came after so long."""
         with self._lock:
-            is_first = not self.times.first_byte_s
+            is_first = not self.times.num_answers
+            self.times.num_answers += 1
             self.times.first_byte_s += after_s
             if is_first and after_s >= _FAR_S:
                 self.width = max(self.width, min(self._far, self._ceiling))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -30,6 +31,9 @@ from fastload.transfer.transport import (
     Transport,
 )
 
+if TYPE_CHECKING:
+    from fastload.transfer.routed_plan import RoutedPlan
+
 
 def _open_transport(
     world: World, plan: Plan, machines: Sequence[Hashable], device: torch.device | None, backend: str
@@ -45,7 +49,7 @@ def _open_transport(
     if backend and device is not None:
         from fastload.transfer.device_transport import RoutedDeviceTransport, groups_of
 
-        if groups := groups_of(plan):
+        if groups := groups_of(cast("RoutedPlan", plan)):  # others have a grid
             return RoutedDeviceTransport(world, groups, device, backend)
     # One rank alone, or each for itself, need not import it.
     from fastload.transfer.host_transport import HostTransport

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -460,11 +460,6 @@ class TransferPlan:
         return _exchanges(self.readers, self.recipients)
 
     @property
-    def has_mere_readers(self) -> bool:
-        """Whether some rank reads bytes that it does not receive."""
-        return not set(self.readers) <= set(self.recipients)
-
-    @property
     def grid(self) -> Grid:
         """The grid along which devices pass on each chunk."""
         return Grid.of(self.hosts)
@@ -581,18 +576,10 @@ class TransferPlan:
         return position - wanted + self.blocks.floor(wanted)  # an each begins with a block
 
     def slots(self, index: int) -> dict[int, int]:
-        """Returns the bytes of a buffer that each reader's chunk of a round takes."""
-        return self.slot_sizes(index, self.chunks(index))
-
-    def slot_sizes(self, round_index: int, chunks: Mapping[int, Chunk]) -> dict[int, int]:
-        """Returns the bytes of a buffer that each chunk of a round takes: complete pages.
-
-        Args:
-            round_index: Number of the round.
-            chunks: Its chunks.
-        """
+        """Returns the bytes of a buffer that each reader's chunk of a round takes: complete pages."""
+        chunks = self.chunks(index)
         if self.blocks is None:
-            return dict.fromkeys(chunks, slot_bytes(self.chunk_bytes_of(round_index)))
+            return dict.fromkeys(chunks, slot_bytes(self.chunk_bytes_of(index)))
         if self.even_slots:
             return dict.fromkeys(chunks, slot_bytes(max(chunk.nbytes for chunk in chunks.values())))
         return {rank: slot_bytes(chunk.nbytes) for rank, chunk in chunks.items()}

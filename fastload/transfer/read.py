@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,9 +16,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fastload.base.memory import copy_flat
+from fastload.base.memory import allocate_staging, copy_flat, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.record import checksum
@@ -157,7 +159,7 @@ def _cut_into_blocks(
     assert position == len(buffer), "complete blocks only"
 
 
-class HeldBytes:
+class CachedBytes:
     """Verified bytes of a checkpoint in the memory of this rank.
 
     Args:
@@ -169,21 +171,21 @@ class HeldBytes:
         self._space = Space([byte_range for byte_range, _ in ordered])
         self._data = [data for _, data in ordered]
 
-    def joined(self, other: HeldBytes) -> HeldBytes:
+    def joined(self, other: CachedBytes) -> CachedBytes:
         """Returns the bytes of both."""
         both = (self, other)
-        return HeldBytes(part for one in both for part in zip(one._space.ranges, one._data, strict=True))
+        return CachedBytes(part for one in both for part in zip(one._space.ranges, one._data, strict=True))
 
     def lacking(self, byte_ranges: Iterable[ByteRange]) -> list[ByteRange]:
-        """Returns the parts of byte ranges that are not held."""
+        """Returns the parts of byte ranges that are not cached."""
         return [part for each in byte_ranges for part, data in self.cut(each) if data is None]
 
     def cut(self, byte_range: ByteRange) -> Iterator[tuple[ByteRange, Tensor | None]]:
-        """Cuts a byte range into parts, each with its bytes, or None if they are not held."""
+        """Cuts a byte range into parts, each with its bytes, or None if they are not cached."""
         file, at = byte_range.file, byte_range.offset
         for index, begin, end in self._space.overlapping(file, at, byte_range.end):
             start = self._space.ranges[index].offset
-            if start + end <= at:  # held twice
+            if start + end <= at:  # cached twice
                 continue
             if start + begin > at:
                 yield ByteRange(file, at, start + begin - at), None
@@ -196,10 +198,10 @@ class HeldBytes:
     def fill(
         self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]
     ) -> tuple[list[ByteRange], list[memoryview]]:
-        """Copies what is held of some byte ranges into buffers of the same total length.
+        """Copies what is cached of some byte ranges into buffers of the same total length.
 
         Returns:
-            The byte ranges that are not held, and their buffers.
+            The byte ranges that are not cached, and their buffers.
         """
         left, left_buffers, rest = list[ByteRange](), list[memoryview](), list(buffers)
         for byte_range in byte_ranges:
@@ -271,14 +273,14 @@ class ChunkReader:
         pace: How many chunks are read at once.
         verifier: Verifies or computes checksums; None does neither.
         guards: The bytes that have to precede data; None without any.
-        held: The bytes that are not read from storage; None without any.
+        cached: The bytes that are not read from storage; None without any.
 
     Attributes:
         pace: As given.
         watch: Time with at least one read under way.
         verified: Bytes verified, or hashed.
         rereads: Blocks read again because of a wrong checksum.
-        held: As given, until it is closed.
+        cached: As given, until it is closed.
     """
 
     def __init__(
@@ -289,10 +291,10 @@ class ChunkReader:
         pace: Pace,
         verifier: Verifier | ChecksumCollector | None = None,
         guards: Guards | None = None,
-        held: HeldBytes | None = None,
+        cached: CachedBytes | None = None,
     ) -> None:
         self._guards = guards
-        self.held = held
+        self.cached = cached
         self._storage = storage
         storage.listen(self._note_first_byte)
         self._files = files
@@ -345,25 +347,28 @@ class ChunkReader:
         """
         self._workers.close(wait_s=wait_s)
         self._storage.listen(ignore)  # else storage → reader → storage would keep all their memory alive
-        self.held = None
+        self.cached = None
         return self._workers.is_idle
 
     def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
-        if (held := self.held) is not None:
-            byte_ranges, buffers = held.fill(byte_ranges, buffers)
+        if (cached := self.cached) is not None:
+            byte_ranges, buffers = cached.fill(byte_ranges, buffers)
         for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
-            self._read_guarded(group)
+            if self._guards is None:
+                self._read_range(*_joined(group))
+            else:
+                self._read_guarded(group, self._guards)
             if self._verifier is not None:
                 for byte_range, taken in group:
                     self._verifier.check(byte_range, taken, self._read_again)
                     self.verified.add(byte_range.nbytes)
 
-    def _read_guarded(self, group: list[Part]) -> None:
+    def _read_guarded(self, group: list[Part], guards: Guards) -> None:
         """Reads adjacent byte ranges and their guards with one request; guards further ahead take another."""
         parts: list[Part] = []
         heads: list[tuple[memoryview, bytes]] = []
         for byte_range, taken in group:
-            guard = self._guards.before(byte_range) if self._guards is not None else None
+            guard = guards.before(byte_range)
             if guard is not None:
                 begin, head = guard
                 heads.append((memoryview(bytearray(len(head))), head))
@@ -374,8 +379,8 @@ class ChunkReader:
                     self._read_range(before, [heads[-1][0]])
             parts.append((byte_range, taken))
         self._read_range(*_joined(parts))
-        if self._guards is not None and any(found != head for found, head in heads):
-            self._guards.is_broken = True
+        if any(found != head for found, head in heads):
+            guards.is_broken = True
 
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         file, storage, pace = self._files[byte_range.file], self._storage, self.pace
@@ -435,3 +440,53 @@ def _joined(group: Sequence[Part]) -> Part:
         buffers += taken
         at = byte_range.end
     return first._replace(nbytes=at - first.offset), buffers
+
+
+class BackgroundReads:
+    """Reads of this rank into memory of their own.
+
+    Args:
+        reader: Reads the chunks, in the background.
+        chunks: The byte ranges of each.
+
+    Raises:
+        MemoryError: There is too little memory.
+    """
+
+    def __init__(self, reader: ChunkReader, chunks: Sequence[Sequence[ByteRange]]) -> None:
+        self.reader = reader
+        self._parts: list[tuple[ByteRange, Tensor]] = []
+        self._reads: deque[Future[None]] = deque()
+        rest = allocate_staging(sum(each.nbytes for chunk in chunks for each in chunk), pinned=False)
+        for chunk in filter(None, chunks):
+            nbytes = sum(each.nbytes for each in chunk)
+            self._reads.append(reader.submit(chunk, [host_view(rest[:nbytes])]))
+            for each in chunk:
+                self._parts.append((each, rest[: each.nbytes]))
+                rest = rest[each.nbytes :]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no read is under way."""
+        return all(read.done() for read in self._reads)
+
+    def wait(self, world: World) -> CachedBytes:
+        """Waits for all reads.
+
+        Raises:
+            FastloadError: A read failed, or another rank did (`Interrupted`).
+        """
+        try:
+            while self._reads:
+                # No frame refers to it: else error → traceback → frame → read → error would keep the memory.
+                world.await_work(self._reads.popleft(), partial(self.reader.overdue, 0.0))
+        except BaseException:
+            self.reader.stop()
+            raise
+        return CachedBytes(self._parts)
+
+    def close(self, *, wait_s: float) -> None:
+        """Ends the threads of the reader, and reads that nobody waits for."""
+        if self._reads:
+            self.reader.stop()
+        self.reader.close(wait_s=wait_s)

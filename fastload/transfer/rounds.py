@@ -76,11 +76,6 @@ class Plan(Protocol):
         """Whether bytes of a tensor may be read without its first one."""
         ...
 
-    @property
-    def has_mere_readers(self) -> bool:
-        """Whether some rank reads bytes that it does not receive."""
-        ...
-
     def pairs(self, rank: int) -> Iterator[tuple[int, Ranks]]:
         """Yields (reader, recipients) of all messages that a rank may send or receive."""
         ...

@@ -2,7 +2,7 @@
 
 Each reader reads its shares of the sharing groups one after the other, one chunk in each round. The bytes of
 a chunk that the same ranks request are a message, packed if they are strided. In a restore from memory not
-every reader has all files; `Holders` lists what each can read.
+every reader has all files; `Supply` says what each can read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastload.transfer.plan import (
 )
 
 
-class HeldRange(NamedTuple):
+class SuppliedRange(NamedTuple):
     """A byte range of a file, in complete checksum blocks, that some ranks can deliver.
 
     Attributes:
@@ -71,40 +71,42 @@ class Pool(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holders:
-    """Which ranks hold which bytes.
+class Supply:
+    """Which ranks can deliver which bytes, from storage or from memory.
 
     Attributes:
-        ranges: In the order of the bytes, without overlaps; no rank holds bytes outside of them.
+        ranges: In the order of the bytes, without overlaps; no rank has bytes outside of them.
     """
 
-    ranges: tuple[HeldRange, ...]
+    ranges: tuple[SuppliedRange, ...]
 
     @cached_property
-    def _space(self) -> Space[HeldRange]:
+    def _space(self) -> Space[SuppliedRange]:
         return Space(self.ranges)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold any bytes, ascending."""
-        return tuple(sorted({rank for held in self.ranges for rank in held.ranks}))
+        """The ranks that have any bytes, ascending."""
+        return tuple(sorted({rank for supplied in self.ranges for rank in supplied.ranks}))
 
     @cached_property
     def digest(self) -> str:
         """xxh3-128 of all ranges."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.ranges).encode())
 
-    def within(self, file: int, begin: int, end: int) -> Iterator[HeldRange]:
-        """Yields the parts of a range of a file that any rank holds, in order."""
+    def within(self, file: int, begin: int, end: int) -> Iterator[SuppliedRange]:
+        """Yields the parts of a range of a file that any rank has, in order."""
         for index, first, last in self._space.overlapping(file, begin, end):
-            held = self.ranges[index]
-            yield held._replace(offset=held.offset + first, nbytes=last - first)
+            supplied = self.ranges[index]
+            yield supplied._replace(offset=supplied.offset + first, nbytes=last - first)
 
     def lacking(self, ranges: Iterable[HasRange]) -> int:
-        """Returns how many bytes of these no rank holds."""
+        """Returns how many bytes of these no rank has."""
         return sum(
             each.nbytes
-            - sum(held.nbytes for held in self.within(each.file, each.offset, each.offset + each.nbytes))
+            - sum(
+                supplied.nbytes for supplied in self.within(each.file, each.offset, each.offset + each.nbytes)
+            )
             for each in ranges
         )
 
@@ -116,7 +118,7 @@ class Holders:
         Args:
             sharing: The groups.
             wanted: For each of them, (begin, end) of the ranges to read.
-            readers: The holders that can read.
+            readers: The suppliers that can read.
 
         Returns:
             Pools in the order of the groups; None if no rank can deliver some of the bytes.
@@ -129,13 +131,13 @@ class Holders:
             for begin, end in ranges:
                 for index, first, last in spaces[group].cut(begin, end - begin):
                     placed, start = spaces[group].ranges[index], spaces[group].starts[index]
-                    for held in self.within(placed.file, placed.offset + first, placed.offset + last):
-                        ranks = tuple(rank for rank in held.ranks if rank in readers)
+                    for supplied in self.within(placed.file, placed.offset + first, placed.offset + last):
+                        ranks = tuple(rank for rank in supplied.ranks if rank in readers)
                         if not ranks:
                             return None
-                        at = start + held.offset - placed.offset
-                        left -= held.nbytes
-                        of_group.setdefault(ranks, []).append((at, at + held.nbytes))
+                        at = start + supplied.offset - placed.offset
+                        left -= supplied.nbytes
+                        of_group.setdefault(ranks, []).append((at, at + supplied.nbytes))
             if left:
                 return None
             pools += (Pool(group, ranks, join_adjacent(of_group[ranks])) for ranks in sorted(of_group))
@@ -158,7 +160,7 @@ class RoutedPlan:
         depth: Rounds that may be in flight at once.
         buffer_bytes: Most bytes that a rank needs for a round.
         staging_bytes: Most bytes for all buffers of one rank together.
-        holders: The bytes that each reader can deliver; None if each can deliver all.
+        supply: The bytes that each reader can deliver; None if each can deliver all.
         in_lockstep, reads_in_parts, grid, ahead, num_windows: See `Plan`.
     """
 
@@ -170,7 +172,7 @@ class RoutedPlan:
     depth: int
     buffer_bytes: int
     staging_bytes: int
-    holders: Holders | None = None
+    supply: Supply | None = None
     in_lockstep: ClassVar[bool] = False
     reads_in_parts: ClassVar[bool] = True
     grid: ClassVar[None] = None
@@ -310,22 +312,22 @@ class RoutedPlan:
         for index, rank in (*lacking, *later):
             for share in self.shares_in(self.shares_of[rank], index):
                 left[share.group].append((share.begin, share.end))
-        shares = _deal(self.sharing, [sorted(ranges) for ranges in left], readers, self.holders)
+        shares = _deal(self.sharing, [sorted(ranges) for ranges in left], readers, self.supply)
         if shares is None:
             return None
         # A rank that no longer reads receives more than before.
         need = _RoundBytes(self.sharing, shares)
         chunk_bytes = need.fitting(self.chunk_bytes, self.staging_bytes)
         sizes = need.sizes(chunk_bytes, self.staging_bytes)
-        return RoutedPlan(self.sharing, readers, tuple(shares), self.order, *sizes, self.holders)
+        return RoutedPlan(self.sharing, readers, tuple(shares), self.order, *sizes, self.supply)
 
     def digest(self, *, alone: bool = False) -> str:
         """xxh3-128 of the inputs of the plan, for comparison between ranks; see `Plan.digest`."""
         if alone:
             return "each rank its own"
         inputs = [self.sharing.requests.digest, self.sharing.block_bytes, self.readers, self.order]
-        holders = self.holders.digest if self.holders is not None else ""
-        text = json.dumps([*inputs, self.total_bytes, self.chunk_bytes, self.depth, holders])
+        supply = self.supply.digest if self.supply is not None else ""
+        text = json.dumps([*inputs, self.total_bytes, self.chunk_bytes, self.depth, supply])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -336,7 +338,7 @@ def plan_routes(
     order: Sequence[int],
     staging_bytes: int,
     chunk_bytes: int | None,
-    holders: Holders | None = None,
+    supply: Supply | None = None,
     to_device: bool = False,
 ) -> RoutedPlan:
     """Deals the requested bytes to the ranks that can deliver them.
@@ -347,14 +349,14 @@ def plan_routes(
         order: All ranks, those of a host next to each other.
         staging_bytes: Most bytes for all buffers of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
-        holders: The bytes that each reader can deliver; None if each can deliver all.
+        supply: The bytes that each reader can deliver; None if each can deliver all.
         to_device: Whether chunks are copied to a device; ignored if there is an exchange.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
         IncompleteCheckpoint: No rank holds some of the bytes.
     """
-    shares = _deal(sharing, [[(0, nbytes)] for nbytes in sharing.nbytes], readers, holders)
+    shares = _deal(sharing, [[(0, nbytes)] for nbytes in sharing.nbytes], readers, supply)
     if shares is None:
         raise IncompleteCheckpoint("no rank has some of the requested bytes of the checkpoint")
     need = _RoundBytes(sharing, shares)
@@ -363,7 +365,7 @@ def plan_routes(
         share_bytes = -(-sharing.total_bytes // len(readers))
         chunk_bytes = need.fitting(good_chunk_bytes(share_bytes), staging_bytes)
     sizes = need.sizes(chunk_bytes, staging_bytes, is_given=is_given)
-    plan = RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, holders)
+    plan = RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, supply)
     return plan.deeper(DEVICE_DEPTH) if to_device else plan
 
 
@@ -371,19 +373,19 @@ def _deal(
     sharing: SharingGroups,
     wanted: Sequence[Sequence[tuple[int, int]]],
     readers: Ranks,
-    holders: Holders | None,
+    supply: Supply | None,
 ) -> list[Share] | None:
     """Deals ranges of each group to readers that can deliver them; None if no reader can."""
-    if holders is None:
+    if supply is None:
         return deal(wanted, sharing.requesters, readers)
-    pools = holders.pools(sharing, wanted, readers)
+    pools = supply.pools(sharing, wanted, readers)
     if pools is None:
         return None
     shares = deal(
         [pool.ranges for pool in pools],
         [sharing.requesters[pool.group] for pool in pools],
         readers,
-        holders=[pool.ranks for pool in pools],
+        suppliers=[pool.ranks for pool in pools],
     )
     return [replace(share, group=pools[share.group].group) for share in shares]
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import fastload
+from fastload.ext.remote import s3
 from fastload.formats.names import NAMES
 from fastload.options import Patience
-from fastload.storage import open_target, s3
+from fastload.storage import open_target
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.crash.saves import End, end_of, save, state, version_of
 from tests.dist.faults import PATIENT_S, SLACK_S, TOLD_S

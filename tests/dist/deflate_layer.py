@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from fastload.base.memory import host_bytes
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.layers import Decoding, Layer, StoredPart
-from fastload.formats.manifest import TensorEntry
+from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import narrowed
 from fastload.loading.access import Access, OpenCall
+from fastload.options import LoadOptions
+from fastload.storage import CheckpointReader, Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +44,25 @@ class Inflating(Decoding):
 
 class DeflateLayer(Layer):
     def open(self, access: Access, call: OpenCall) -> Access:
-        stored = access.logical
-        tensors = [
-            Deflated(name, dtype, tuple(shape), entry.file, entry.offset, nbytes, compressed=entry)
-            for name, (dtype, shape, nbytes) in json.loads(stored.metadata["deflate"]).items()
-            for entry in [stored.by_name[name]]
-        ]
-        return replace(access, logical=replace(stored, tensors=tuple(tensors), decoded_from=stored))
+        return replace(access, logical=inflated(access.logical))
+
+    def inspect(
+        self,
+        stored: Manifest,
+        location: Location,
+        connect: Callable[[Location], CheckpointReader],
+        options: LoadOptions,
+    ) -> Manifest:
+        return inflated(stored)
+
+
+def inflated(stored: Manifest) -> Manifest:
+    tensors = [
+        Deflated(name, dtype, tuple(shape), entry.file, entry.offset, nbytes, compressed=entry)
+        for name, (dtype, shape, nbytes) in json.loads(stored.metadata["deflate"]).items()
+        for entry in [stored.by_name[name]]
+    ]
+    return replace(stored, tensors=tuple(tensors), decoded_from=stored)
 
 
 layer = DeflateLayer()

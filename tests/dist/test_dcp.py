@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastload
 from fastload.errors import CheckpointError, CheckpointExists
-from fastload.ext.convert import load_parts, write_dcp_folder
+from fastload.ext.formats.convert import load_parts, write_dcp_folder
 from tests.dist.harness import ranks
 from tests.dist.test_sharded_failures import break_reads
 from tests.dist.test_sharded_states import assert_equal, options, read, reference, sharded, train, whole

@@ -139,6 +139,33 @@ def test_a_damaged_base_does_not_end_a_run(
 
 
 @ranks(2)
+def test_a_delta_as_large_as_the_whole_is_a_warning(rank: int, world: int, tmp_path: Path) -> None:
+    warnings = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    model = torch.nn.Linear(300, 200)
+    few = torch.optim.SGD([model.bias], lr=0.1)
+    every = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with manage(tmp_path / "a", options=replace(OPTIONS, max_chain=9)) as manager:
+        for number, optimizer in enumerate([few, few, every, every]):
+            model(torch.ones(300)).sum().backward()
+            optimizer.step()
+            manager.save(number, model.state_dict())
+            manager.wait()
+            assert len(warnings) == (rank == 0 and number >= 2)
+    fastload.save(model.state_dict(), tmp_path / "b" / "0", options=OPTIONS)
+    model(torch.ones(300)).sum().backward()
+    every.step()
+    path = tmp_path / "b" / "1"
+    fastload.save(model.state_dict(), path, options=replace(OPTIONS, base=tmp_path / "b" / "0"))
+    assert len(warnings) == 2 * (rank == 0)  # another folder
+    for text, name in zip(warnings, ("a/step_00000002", "b/1"), strict=rank == 0):
+        assert f"{name}: the delta takes 242 kB, a complete checkpoint 241 kB. " in text
+        assert "without deltas=True and base=" in text
+
+
+@ranks(2)
 def test_a_base_that_storage_refuses_does_not_end_a_run(rank: int, world: int, tmp_path: Path) -> None:
     reports = list[fastload.SaveReport]()
 

@@ -37,7 +37,8 @@ from tests.dist.faults import (
     options,
     outcome_of,
 )  # fmt: skip
-from tests.dist.harness import run_ranks
+from tests.dist.harness import ranks, run_ranks
+from tests.unit.test_tracebacks import error_of, require_short
 
 BIG = 1 << 40
 
@@ -199,6 +200,19 @@ def test_permission_denied_on_one_rank(tmp_path: Path) -> None:
         assert "EACCES" in end.text
         assert end.details[1]["url"]
         assert end.seconds < TOLD_S
+
+
+@ranks(2)
+def test_tracebacks_are_short_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    missing = error_of(lambda: fastload.load(tmp_path / "missing", options=options()))
+    assert isinstance(missing, fastload.CheckpointNotFound)
+    into = {"no such name": torch.zeros(3)} if rank == 1 else None
+    differs = error_of(lambda: fastload.load(path, into=into, options=options()))
+    assert isinstance(differs, fastload.PeerError)
+    assert isinstance(differs.failures[1], fastload.MismatchError)
+    for error in (missing, differs):
+        require_short(error)
 
 
 def starve(rank: int, world: int, path: Path, what: str) -> Outcome:

@@ -285,35 +285,6 @@ def test_restore_falls_back_past_what_is_damaged_and_what_is_incomplete(
         return manager.all_steps()
 
 
-@ranks(2)
-def test_a_checkpoint_that_is_read_ahead_is_restored_without_storage(
-    rank: int, world: int, tmp_path: Path
-) -> None:
-    reports: list[fastload.LoadReport] = []
-    options = fastload.LoadOptions(timeout_s=20, on_report=reports.append)
-    with manage(tmp_path) as manager:
-        manager.prefetch()  # of nothing
-        for step in (1, 2, 3):
-            manager.save(step, state_of(step))
-        for given, wanted in ((None, 3), (1, 1)):
-            manager.prefetch(given, options=options)
-            assert manager.restore(step=given)["step"] == wanted
-            assert (reports[-1].bytes_read, reports[-1].source) == (0, "storage")
-        manager.prefetch(options=options)
-        manager.save(4, state_of(4))
-        assert manager.restore()["step"] == 4
-        assert len(reports) == 2, "options of the restore hold for what was not read ahead"
-        dist.barrier()
-        if rank == 0:
-            flip(tmp_path / "step_00000004/model.safetensors", -1)
-        dist.barrier()
-        manager.prefetch()
-        with warned("fastload.training.restore") as lines:
-            assert manager.restore()["step"] == 3
-        assert ["cannot be restored, falling back to 3" in line for line in lines] == [True] * (rank == 0)
-        manager.prefetch()  # and never restored
-
-
 @ranks(3, same=True)
 def test_what_is_damaged_does_not_count_as_one_of_the_last(
     rank: int, world: int, tmp_path: Path
@@ -550,33 +521,3 @@ def warned(name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
     yield lines
     logger.setLevel(before)
     logger.removeHandler(handler)
-
-
-@ranks(2, ranks_per_host=1)
-def test_the_intervals_follow_from_what_saves_take(rank: int, world: int, tmp_path: Path) -> None:
-    """Failures every 40 s and steps of 20 ms: the first save comes soon, the others as the stall allows."""
-    memory = tmp_path / f"host{rank}"
-    memory.mkdir()
-    for given in ({}, {"memory": memory}, {"memory": memory, "memory_every_steps": 7}):
-        arguments = {"every": "auto", "mtbf_s": 40.0, "restart_s": 0.0, "budget": 0.1, **given}
-        with manage(tmp_path / str(len(given)), **arguments) as manager:
-            saved: list[int] = []
-            kept: list[int] = []
-            for step in itertools.count(1):
-                time.sleep(0.02 if rank == 0 else 0.0)
-                if manager.should_save(step):
-                    answer = manager._schedule.answer_for(step)
-                    manager.save(step, {"weight": torch.zeros(1000) + step, "step": step})
-                    saved += [step] if answer.save else []
-                    kept += [step] if answer.tier else []
-                    if len(saved) >= 2 and len(kept) >= (2 if given else 0):
-                        break
-            manager.wait()
-            seen: list[Any] = [None] * world
-            dist.all_gather_object(seen, (saved, kept))
-            assert seen[0] == seen[1]
-            assert min(saved + kept) >= 2
-            assert (kept == []) == (not given)
-            assert len(given) < 2 or all(step % 7 == 0 for step in kept)
-    with pytest.raises(OptionError, match="needs mtbf_s="):
-        fastload.CheckpointManager(tmp_path, every="auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -260,6 +261,17 @@ VARIANTS = [
     hosts_have_different_newest_steps,
     storage_has_a_newer_step,
 ]
+
+
+@ranks(2)
+def test_only_rank_0_answers_new_names(rank: int, world: int, tmp_path: Path) -> None:
+    """Answers of thousands of ranks are short as long as they are equal."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("fastload.training.manager", "fastload.ext.memory.run"):
+            patch.setattr(f"{module}.new_token", lambda: asked.append(rank) or "0" * 16)
+        manage(tmp_path, tmp_path / "memory").close()
+    assert asked == ([] if rank else [0, 0])
 
 
 @ranks(4, ranks_per_host=1, deadline_s=120)
@@ -929,3 +941,33 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(OptionError):
             CheckpointManager(tmp_path / ROOT, **wrong)
+
+
+@ranks(2, ranks_per_host=1)
+def test_the_intervals_follow_from_what_saves_take(rank: int, world: int, tmp_path: Path) -> None:
+    """Failures every 40 s and steps of 20 ms: the first save comes soon, the others as the stall allows."""
+    memory = tmp_path / f"host{rank}"
+    memory.mkdir()
+    for given in ({}, {"memory": memory}, {"memory": memory, "memory_every_steps": 7}):
+        arguments = {"every": "auto", "mtbf_s": 40.0, "restart_s": 0.0, "budget": 0.1, **given}
+        with CheckpointManager(tmp_path / str(len(given)), options=OPTIONS, **arguments) as manager:
+            saved: list[int] = []
+            kept: list[int] = []
+            for step in itertools.count(1):
+                time.sleep(0.02 if rank == 0 else 0.0)
+                if manager.should_save(step):
+                    answer = manager._schedule.answer_for(step)
+                    manager.save(step, {"weight": torch.zeros(1000) + step, "step": step})
+                    saved += [step] if answer.save else []
+                    kept += [step] if answer.tier else []
+                    if len(saved) >= 2 and len(kept) >= (2 if given else 0):
+                        break
+            manager.wait()
+            seen: list[Any] = [None] * world
+            dist.all_gather_object(seen, (saved, kept))
+            assert seen[0] == seen[1]
+            assert min(saved + kept) >= 2
+            assert (kept == []) == (not given)
+            assert len(given) < 2 or all(step % 7 == 0 for step in kept)
+    with pytest.raises(OptionError, match="needs mtbf_s="):
+        fastload.CheckpointManager(tmp_path, every="auto")

@@ -19,13 +19,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastload
 from fastload.errors import ChecksumError, FastloadError, PeerError
-from fastload.loading import background_reads
 from fastload.transfer import pipeline
+from fastload.transfer import read as reading
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist import faults
 from tests.dist.faults import CHUNK_BYTES, TIMEOUT_S, die, fastload_threads
 from tests.dist.harness import ranks
 from tests.dist.patience import patient
+from tests.dist.test_manager import manage, warned
+from tests.dist.test_manager import state_of as saved_at
 from tests.dist.test_rewritten import fresh, overwrite, state_of, write
 from tests.dist.test_sharded import emptied, locals_of, make, placed
 
@@ -92,14 +94,14 @@ def test_a_load_reads_only_what_did_not_fit(rank: int, world: int, tmp_path: Pat
 def noted_memory(patch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Returns a function that counts the bytes of what was read ahead that are still in memory."""
     made: list[weakref.ref[torch.Tensor]] = []
-    real = background_reads.allocate_staging
+    real = reading.allocate_staging
 
     def allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
         tensor = real(nbytes, pinned=pinned)
         made.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[arg-type]
         return tensor
 
-    patch.setattr(background_reads, "allocate_staging", allocate)
+    patch.setattr(reading, "allocate_staging", allocate)
     return lambda: sum(one.nbytes() for ref in made if (one := ref()) is not None)
 
 
@@ -258,3 +260,32 @@ def test_a_rank_that_is_killed(rank: int, world: int, tmp_path: Path, stage: str
     assert fastload_threads(kept=["fastload-host"]) == []
     fastload.load(path, into=into, process_group=group, options=options(atomic=atomic))
     assert_same_bits(into, state_of(1))
+
+
+@ranks(2)
+def test_a_checkpoint_that_is_read_ahead_is_restored_without_storage(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    reports: list[fastload.LoadReport] = []
+    how = fastload.LoadOptions(timeout_s=20, on_report=reports.append)
+    with manage(tmp_path) as manager:
+        manager.prefetch()  # of nothing
+        for step in (1, 2, 3):
+            manager.save(step, saved_at(step))
+        for given, wanted in ((None, 3), (1, 1)):
+            manager.prefetch(given, options=how)
+            assert manager.restore(step=given)["step"] == wanted
+            assert (reports[-1].bytes_read, reports[-1].source) == (0, "storage")
+        manager.prefetch(options=how)
+        manager.save(4, saved_at(4))
+        assert manager.restore()["step"] == 4
+        assert len(reports) == 2, "options of the restore hold for what was not read ahead"
+        dist.barrier()
+        if rank == 0:
+            flip(tmp_path / "step_00000004/model.safetensors", -1)
+        dist.barrier()
+        manager.prefetch()
+        with warned("fastload.training.restore") as lines:
+            assert manager.restore()["step"] == 3
+        assert ["cannot be restored, falling back to 3" in line for line in lines] == [True] * (rank == 0)
+        manager.prefetch()  # and never restored

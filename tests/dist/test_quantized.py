@@ -414,6 +414,7 @@ def test_the_first_rows_do_not_wait_for_the_last(
     assert_same_bits(arriving.targets, arriving.expected)
 
 
+@pytest.mark.slow
 @ranks(2, accelerator=True)
 def test_devices_get_them(rank: int, world: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -10,8 +10,8 @@ import pytest
 
 import fastload
 from fastload.errors import PeerError, StorageError
+from fastload.ext.remote.obstore import FIRST_BYTES
 from fastload.formats.names import NAMES
-from fastload.storage.obstore import FIRST_BYTES
 from tests.checkpoints import assert_same_bits, load_reference, write_sharded
 from tests.dist.faults import SLACK_S
 from tests.dist.flaky_server import FlakyServer, serve

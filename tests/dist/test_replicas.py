@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 import fastload
 from fastload import SaveOptions
 from fastload.errors import PeerError
-from fastload.storage import s3
+from fastload.ext.remote import s3
 from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk

@@ -285,23 +285,6 @@ def test_replicas_that_differ_are_named(rank: int, world: int, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["full"]
 
 
-@ranks(3)
-def test_trace_of_a_save(rank: int, world: int, tmp_path: Path) -> None:
-    options = SaveOptions(**{**SMALL.shared_values(), "trace": str(tmp_path / "trace.json")})
-    fastload.async_save(make_state(), tmp_path / "step", options=options).wait(20)
-    dist.barrier()
-    events = json.loads((tmp_path / "trace.json").read_text())
-    spans = [event for event in events if event["ph"] == "X"]
-    stages = {r: {span["name"] for span in spans if span["pid"] == r} for r in range(world)}
-    assert stages[0] == {"save", "snapshot", "write", "commit"}
-    assert stages[1] >= {"save", "snapshot"}
-    whole = [span for span in spans if span["name"] == "save"]
-    assert len(whole) == world
-    commit = next(span for span in spans if span["name"] == "commit")
-    writes = [span for span in spans if span["name"] == "write"]
-    assert max(write["ts"] + write["dur"] for write in writes) <= commit["ts"]
-
-
 @ranks(2)
 def test_into_takes_back_optimizers_and_counters(rank: int, world: int, tmp_path: Path) -> None:
     torch.manual_seed(5)

@@ -93,7 +93,9 @@ def test_all_that_reads_verifies(rank: int, world: int, tmp_path: Path) -> None:
         after, loaded = load(folder)
         assert 0 < loaded.bytes_verified <= loaded.bytes_read < loaded.bytes_verified + 8000 * world
         assert_same_bits(after, before)
+        assert str(report).startswith(f"{folder}: sealed: {report.num_blocks} block")
         checked = fastload.verify(folder, options=OPTIONS)
+        assert str(checked).startswith(f"{folder}: intact: {report.num_blocks} block")
         assert (checked.num_blocks, checked.nbytes) == (report.num_blocks, report.nbytes)
         assert checked.bytes_verified == report.nbytes
         fastload.stage(folder, copy)
@@ -327,6 +329,9 @@ def test_files_of_the_hub_are_compared_with_its_sha_256(tmp_path: Path) -> None:
         blob.rename(named)
         link.unlink()
         link.symlink_to(named)
+    verified = fastload.verify(snapshot)
+    assert (verified.num_blocks, verified.num_files) == (0, 2), "files have no blocks"
+    assert ": intact: 2 files, " in str(verified)
     fastload.seal(snapshot)
     assert_same_bits(fastload.load(snapshot), load_reference(snapshot))
 

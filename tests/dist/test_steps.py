@@ -146,6 +146,34 @@ def test_an_interrupt_answers_nothing_and_the_others_are_told(rank: int, world: 
     meets_again(rank, world)
 
 
+def raise_between(world: World, error: Exception | None) -> None:
+    with world.together():
+        with world.step("the first one") as step:
+            step.answer()
+        fails(error)
+        with world.step("the next one") as step:
+            step.answer()
+
+
+@ranks(1, 3)
+def test_an_exception_between_steps_is_told_to_the_others(rank: int, world: int) -> None:
+    victim = world // 2
+    began = time.monotonic()
+    with pytest.raises(StorageError if rank == victim else PeerError, match="no disk") as raised:
+        raise_between(joined(), StorageError("no disk") if rank == victim else None)
+    assert time.monotonic() - began < TOLD_S
+    if isinstance(raised.value, PeerError):
+        assert raised.value.failures.keys() == {victim}
+    meets_again(rank, world)
+
+
+@ranks(3)
+def test_ranks_that_all_raise_between_steps_meet_again(rank: int, world: int) -> None:
+    with pytest.raises(StorageError, match=f"disk {rank}"):
+        raise_between(joined(), StorageError(f"disk {rank}"))
+    meets_again(rank, world)
+
+
 def take_steps(world: World, *, num_before: int, skips: bool) -> None:
     with world.together():
         for number in range(num_before):

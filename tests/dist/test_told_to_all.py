@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +16,9 @@ import torch
 from torch import nn
 
 import fastload
+from fastload.base.registry import all_extensions
+from fastload.comm import observers
+from fastload.errors import UnsupportedVersion
 from fastload.integrations import torch_checkpointing
 from tests.dist.harness import ranks
 
@@ -383,6 +388,60 @@ def reads_boxes_that_are_none(place: Place) -> None:
 
 
 @contextmanager
+def installation(place: Place) -> Iterator[None]:
+    """On the bad rank, one without the extensions."""
+    with pytest.MonkeyPatch.context() as patch:
+        if place.bad:
+            patch.setattr("importlib.metadata.entry_points", EntryPoints)
+            patch.setitem(sys.modules, "fastload.ext.prefetch", None)
+            patch.setitem(sys.modules, "fastload.ext.streams.tensors", None)
+        all_extensions.cache_clear()
+        try:
+            yield
+        finally:
+            all_extensions.cache_clear()
+
+
+@case("needs the layer 'delta'")
+def loads_what_needs_a_layer(place: Place) -> None:
+    with installation(place):
+        fastload.load(place.root / "delta")
+
+
+@case("fastload.ext.prefetch")
+def prefetches_without_that(place: Place) -> None:
+    with installation(place):
+        fastload.prefetch(place.saved).close()
+
+
+@case("fastload.ext.streams")
+def streams_without_that(place: Place) -> None:
+    with installation(place), fastload.open(place.saved) as checkpoint:
+        list(checkpoint.tensors())
+
+
+def _observed(call: Callable[[Place], Any]) -> Case:
+    def run(place: Place) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(observers, "_registered", [refuse] if place.bad else [])
+            call(place)
+
+    return run
+
+
+each(
+    _MINE,
+    {
+        "load: an observer": _observed(lambda place: fastload.load(place.saved)),
+        "save: an observer": _observed(lambda place: fastload.save(STATE, place.here / "a")),
+        "async_save: an observer": _observed(
+            lambda place: fastload.async_save(STATE, place.here / "a").wait()
+        ),
+    },
+)
+
+
+@contextmanager
 def surroundings(name: str, place: Place) -> Iterator[None]:
     """Gives the bad rank the environment and working directory of a case."""
     before = os.getcwd()
@@ -424,8 +483,13 @@ def is_told(error: Exception, victim: int) -> bool:
 
 
 def is_own(error: Exception, place: Place) -> bool:
-    """Whether the bad rank has its own error, which a save in the background raises before the ranks meet."""
-    return place.bad and isinstance(error, Mine | fastload.OptionError)
+    """Whether a rank has its own error, which a save in the background raises before the ranks meet.
+
+    One about the checkpoint is that of all ranks.
+    """
+    return (place.bad and isinstance(error, Mine | fastload.OptionError)) or isinstance(
+        error, UnsupportedVersion
+    )
 
 
 @pytest.mark.slow(but=["0-"])

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fastload
 from fastload.errors import CheckpointError, CheckpointExists, FastloadError, ManifestError, OptionError
-from fastload.ext.convert import load_parts, write_torch_file
+from fastload.ext.formats.convert import load_parts, write_torch_file
 from fastload.geometry.dtensors import local_of
 from tests.dist.flaky_server import serve
 from tests.dist.harness import ranks, run_ranks

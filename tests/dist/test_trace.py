@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import fastload
+from fastload import SaveOptions
 from tests.checkpoints import assert_same_bits, load_reference, write_file
 from tests.dist.harness import ranks
+from tests.dist.test_save import SMALL, make_state
 
 _APART_S = 1000.0
 _TOLERANCE_S = 0.2  # of clocks compared through a store, on a busy machine
@@ -135,3 +138,20 @@ def test_all_ranks_trace_or_none(rank: int, world: int, path: Path, tmp_path: Pa
     options = fastload.LoadOptions(trace=tmp_path / "trace.json" if rank else None, timeout_s=20)
     with pytest.raises(fastload.PlanMismatch, match="trace: rank 0 None"):
         fastload.load(path, options=options)
+
+
+@ranks(3)
+def test_trace_of_a_save(rank: int, world: int, tmp_path: Path) -> None:
+    options = SaveOptions(**{**SMALL.shared_values(), "trace": str(tmp_path / "trace.json")})
+    fastload.async_save(make_state(), tmp_path / "step", options=options).wait(20)
+    dist.barrier()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event for event in events if event["ph"] == "X"]
+    stages = {r: {span["name"] for span in spans if span["pid"] == r} for r in range(world)}
+    assert stages[0] == {"save", "snapshot", "write", "commit"}
+    assert stages[1] >= {"save", "snapshot"}
+    whole = [span for span in spans if span["name"] == "save"]
+    assert len(whole) == world
+    commit = next(span for span in spans if span["name"] == "commit")
+    writes = [span for span in spans if span["name"] == "write"]
+    assert max(write["ts"] + write["dur"] for write in writes) <= commit["ts"]

@@ -12,10 +12,10 @@ import torch
 
 import fastload
 from fastload.errors import ChecksumError
+from fastload.ext.remote.obstore import FIRST_BYTES
 from fastload.formats.names import NAMES
 from fastload.formats.state import state_digest
 from fastload.storage.local import LocalStorage
-from fastload.storage.obstore import FIRST_BYTES
 from tests.checkpoints import assert_same_bits, flip, load_reference, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads
 from tests.dist.flaky_server import serve

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,15 @@ def test_ranks_and_hosts(rank: int, world: int) -> None:
         if rank in (1, 3):
             assert get_rank(group) == rank // 2
             assert get_hosts(group, timeout_s=20) == [hosts[1], hosts[3]]
+
+
+@ranks(2)
+def test_initialize_with_a_process_group_that_no_launcher_describes(rank: int, world: int) -> None:
+    from fastload.world import initialize
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    assert initialize() == (rank, "cpu")
 
 
 def test_without_a_process_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -197,6 +198,37 @@ def test_states_of_optimizers_are_one_line_and_no_weights(tmp_path: Path) -> Non
     assert len(fastload.load(tmp_path / "all")) == 9
 
 
+@pytest.mark.parametrize("order", [("model", "opt"), ("opt", "model")])
+@pytest.mark.parametrize("save", [fastload.save, torch.save], ids=["fastload", "torch"])
+def test_a_weight_that_an_optimizer_shares_is_a_weight(
+    save: Callable[..., object], order: tuple[str, str], tmp_path: Path
+) -> None:
+    """As of optimizers that keep the weights as their ``master`` copy."""
+    weight, state = torch.rand(3, 2), {0: {"m": torch.ones(3, 2)}}
+    parts = {"model": {"w": weight}, "opt": {"state": state, "param_groups": [{"lr": 0.1}]}}
+    state[0]["master"] = weight
+    save({name: parts[name] for name in order}, tmp_path / "training")
+    lines = run_here("inspect", str(tmp_path / "training")).stdout.splitlines()
+    shared, grouped = "opt.state.0.master" if order[0] == "opt" else "model.w", "opt: an optimizer"
+    assert sorted(line.split("F32")[0].strip() for line in lines if " F32 " in line) == [shared, grouped]
+    assert any(re.search(r"opt: an optimizer +F32 +1 tensor +24 bytes", line) for line in lines)
+    exported = run_here("convert", str(tmp_path / "training"), str(tmp_path / "hf"), "--to", "hf")
+    assert "left out: the optimizer opt (1 tensor)" in exported.stdout
+    assert_same_bits(fastload.load(tmp_path / "hf"), {"model.w": weight})
+
+
+def test_states_of_optimizers_alone_are_no_model(tmp_path: Path) -> None:
+    state = {0: {"m": torch.ones(3, 2)}}
+    fastload.save({"state": state, "param_groups": [{"lr": 0.1}]}, tmp_path / "optimizer")
+    arguments = ("convert", str(tmp_path / "optimizer"), str(tmp_path / "hf"), "--to", "hf")
+    refused = run_here(*arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "without the states of optimizers it has no tensors: choose some by --names" in refused.stderr
+    assert not (tmp_path / "hf").exists()
+    assert "\n an optimizer " in run_here("inspect", str(tmp_path / "optimizer")).stdout
+    assert run_here(*arguments, "--names", "*").exit_code == 0
+
+
 @pytest.mark.slow
 def test_convert_exports_the_model_of_a_training(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -265,7 +297,7 @@ def test_an_option_that_only_one_rank_can_check_is_a_usage_error(
     statuses = []
     for cause in (OptionError("no such directory"), StorageError("no answer")):
         error = PeerError("failed on 1 of 2 ranks", {0: cause})
-        monkeypatch.setattr("fastload.ext.convert.separate_call", Mock(side_effect=error))
+        monkeypatch.setattr("fastload.ext.formats.convert.separate_call", Mock(side_effect=error))
         statuses.append(run_here("convert", str(tmp_path), str(tmp_path / "new")).exit_code)
     assert statuses == [2, 1]
 

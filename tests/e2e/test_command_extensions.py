@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fastload.base.registry import extensions
+from fastload.base.registry import all_extensions
 from fastload.cli import main
 
 
@@ -28,9 +28,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "text = greeting:__name__\nexits = leaving:greet\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    extensions.cache_clear()
+    all_extensions.cache_clear()
     yield
-    extensions.cache_clear()
+    all_extensions.cache_clear()
 
 
 def test_a_command_of_another_package_is_run() -> None:

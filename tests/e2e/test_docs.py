@@ -46,6 +46,13 @@ def test_links_lead_somewhere(name: str) -> None:
     assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
 
 
+def test_pages_join_a_job_in_one_way() -> None:
+    pages = [ROOT / "README.md", ROOT / "launch/README.md", *(ROOT / "docs").rglob("*.md")]
+    users = [path.relative_to(ROOT) for path in pages if path.parent.name not in ("decisions", "tested")]
+    others = {str(name): page(str(name)).count("init_process_group") for name in users}
+    assert {name: count for name, count in others.items() if count} == {"docs/loading.md": 1}
+
+
 def test_the_index_of_decisions_lists_each_of_them() -> None:
     folder = ROOT / "docs/decisions"
     decided = {

@@ -143,7 +143,9 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path, device: str, messag
     bad = fork([*load, "--device", device], tmp_path, 1, **job, RANK="1", LOCAL_RANK="1")
     done, told = bad.end(60), other.end(60)  # the other one not after minutes, either
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"fastload: OptionError: {message}\n"
+    # torch warns, too, if the process with the store ends first.
+    ours = [line for line in done.stderr.splitlines() if "fastload" in line or "Traceback" in line]
+    assert ours == [f"fastload: OptionError: {message}"]
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr.startswith("fastload: PeerError: the ranks cannot join the job: rank 1 on ")
     assert told.stderr.endswith(f": {message}\n")

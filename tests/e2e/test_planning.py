@@ -165,6 +165,13 @@ def test_what_optimizers_keep_and_averages_are_no_parameters(tmp_path: Path) -> 
     assert ", without 20,202 values of optimizers and 10,100 of averages\n" in text
 
 
+def test_weights_that_an_optimizer_shares_are_parameters(tmp_path: Path) -> None:
+    weight = torch.rand(3, 2)
+    optimizer = {"state": {0: {"m": torch.ones(3, 2), "master": weight}}, "param_groups": [{"lr": 0.1}]}
+    fastload_api.save({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "saved")
+    assert as_json("size", str(tmp_path / "saved"))["parameters"]["num"] == 6
+
+
 def test_layers_of_one_shape_are_all_counted(tmp_path: Path) -> None:
     """Also where names only sound like averages, and no other tensors have their shapes."""
     layers = {f"layer{number}": {"weight": torch.zeros(5, 5)} for number in range(4)}

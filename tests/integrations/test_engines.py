@@ -109,5 +109,4 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
 @ranks(2)
 def test_the_program_on_the_page(rank: int, world: int, tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
     run_program("docs/integrations/engines.md")

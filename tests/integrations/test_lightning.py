@@ -46,7 +46,7 @@ def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind:
     run_ranks(body("loads_elsewhere"), 6 - world, folder=tmp_path / "whole", kind=kind)
 
 
-@pytest.mark.slow(but=["writing"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies_when", "in_background", "begins_at"),
     [("writing", True, 1), ("written", True, 2), ("removing", True, 2), ("removing", False, 2)],

@@ -98,7 +98,6 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 def serves(rank: int, world: int, folder: Path) -> None:
     os.chdir(folder)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
     run_program("docs/recipes/refresh.md")
 
 

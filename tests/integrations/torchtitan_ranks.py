@@ -54,7 +54,6 @@ def goes_on_as_if_it_had_not_been(rank: int, world: int) -> None:
 def run_page(folder: str) -> dict[str, Any]:
     os.makedirs(folder, exist_ok=True)
     with contextlib.chdir(folder):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # where it has met already
         run_program("docs/integrations/torchtitan.md")
         return fastload.load("outputs/checkpoint/step-9")  # type: ignore[no-any-return]
 

@@ -25,7 +25,7 @@ import torch
 import fastload
 from fastload.base.memory import host_bytes
 from fastload.errors import FastloadError
-from fastload.formats.torch_save.archive import read_directory
+from fastload.ext.formats.torch_save.archive import read_directory
 from tests.torch_files import zipped
 
 MOST_S = 10.0  # for one file on a busy machine

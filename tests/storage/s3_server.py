@@ -25,10 +25,10 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from fastload.ext.remote.s3 import S3Storage
 from fastload.formats.names import NAMES
 from fastload.options import Patience
 from fastload.storage import locate
-from fastload.storage.s3 import S3Storage
 
 BUCKET = "bucket"
 DOMAIN = "store.test"  # below which SeaweedFS takes buckets as parts of the host name

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import fastload
+from fastload.ext.remote.obstore import ObjectStorage
 from fastload.integrations.dcp import Writer
-from fastload.storage.obstore import ObjectStorage
 from tests.dist.harness import run_ranks
 from tests.dist.test_sharded import placed
 from tests.dist.test_sharded_states import assert_equal, whole

@@ -272,7 +272,7 @@ def test_a_read_only_file_system(small_disk: Path) -> None:
     assert loaded(small_disk / "a") == b"old"
 
 
-@pytest.mark.slow(but=["fsync"])
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["fsync", "pwrite64"])
 def test_errors_of_the_disk_stick(tmp_path: Path, call: str) -> None:
     program = (

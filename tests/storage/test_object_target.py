@@ -19,16 +19,16 @@ import fsspec
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.ext.remote import s3 as s3_uploads
+from fastload.ext.remote.s3 import Multipart, S3Storage
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.options import Patience
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.split import split_evenly
 from fastload.storage import Target, locate, object_target, open_target
-from fastload.storage import s3 as s3_uploads
 from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.object_target import Keys, ObjectTarget, OwnerFile, Streams
 from fastload.storage.process import Owner
-from fastload.storage.s3 import Multipart, S3Storage
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
 from tests.e2e.forked import forking_python

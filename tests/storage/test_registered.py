@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterator
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 import fastload
 from fastload import OptionError, StorageError
+from fastload.base.registry import all_extensions
+from fastload.formats.names import NAMES
+from fastload.storage import open_storage
 from fastload.storage.process import registered_storages
 from tests.dist.harness import ranks
 from tests.pages import page
@@ -57,6 +61,48 @@ def test_the_use_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     exec(USE, names)
     assert names["state"]["step"] == 5
     assert torch.equal(names["state"]["model"]["weight"], names["model"].weight)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Installs a package with a storage for URLs of a scheme."""
+    (tmp_path / "in_memory.py").write_text(
+        "import fastload\n"
+        "class Storage(fastload.Storage):\n"
+        "    def __init__(self, location, options, *, io, patience):\n"
+        "        super().__init__(location)\n"
+        "        self.names, self.given = options['names'], (io, patience.retries)\n"
+        "    def stat(self, name): ...\n"
+        "    def list(self): return self.names\n"
+        "    def read_into(self, name, offset, buffers, version=''): ...\n"
+    )
+    info = tmp_path / "in_memory-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: in_memory\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fastload.storages]\ninmemory = in_memory:Storage\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    all_extensions.cache_clear()
+    yield
+    all_extensions.cache_clear()
+
+
+def test_a_package_brings_a_storage(installed: None) -> None:
+    storage: Any = open_storage("inmemory://any/where", NAMES, {"names": ["a"]}, io="direct")
+    assert (storage.list(), storage.given) == (["a"], ("direct", 0))
+    with pytest.raises(OptionError, match=r"cannot save to inmemory://any: Storage is for loads only"):
+        fastload.save({}, "inmemory://any/where", storage_options={"names": []})
+    with pytest.raises(OptionError, match=r"cannot open other://any/where"):
+        open_storage("other://any/where", NAMES)
+
+
+def test_the_hub_without_its_extension_is_not_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", EntryPoints)
+    all_extensions.cache_clear()
+    try:
+        with pytest.raises(OptionError, match=r"hf:// needs the extension 'hf', which is not installed"):
+            open_storage("hf://org/model", NAMES)
+    finally:
+        all_extensions.cache_clear()
 
 
 @pytest.mark.parametrize("scheme", ["", "file", "FILE", "my store", "my://", None, 3])

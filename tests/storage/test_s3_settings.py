@@ -19,8 +19,9 @@ import torch
 
 import fastload
 from fastload.errors import DeadlineExceeded, OptionError, StorageError
+from fastload.ext.remote import s3_settings
 from fastload.formats.names import NAMES
-from fastload.storage import open_storage, open_target, s3_settings
+from fastload.storage import open_storage, open_target
 from tests.pages import page
 from tests.storage.gateway import Answer, Authority, Gateway, Request, make_authority, serving_gateway
 from tests.storage.s3_server import BUCKET, DOMAIN, KEY, SECRET

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastload
-from fastload.storage import s3 as s3_uploads
+from fastload.ext.remote import s3 as s3_uploads
 from tests.dist.flaky_server import serving
 from tests.dist.harness import run_ranks
 from tests.dist.patience import patient

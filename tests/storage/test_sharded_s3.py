@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastload
-from fastload.storage import s3
+from fastload.ext.remote import s3
 from tests.dist.harness import run_ranks
 from tests.dist.test_sharded import placed
 from tests.storage.s3_server import BUCKET, s3_server

@@ -14,13 +14,13 @@ import fsspec
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError
+from fastload.ext.remote import s3 as s3_uploads
+from fastload.ext.remote.obstore import ObjectStorage
 from fastload.formats.names import NAMES
 from fastload.options import Patience
 from fastload.storage import Target, locate, object_target, open_target
-from fastload.storage import s3 as s3_uploads
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget, Streams
-from fastload.storage.obstore import ObjectStorage
 from tests.storage.s3_server import BUCKET, client_of
 from tests.storage.target_contract import TargetContract, small_files, write_shares
 

@@ -113,6 +113,14 @@ def assert_hidden(told: object, *secrets: str) -> None:
         assert secret not in str(told)
 
 
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Checks what the log says of errors, with all that they come from."""
+    with caplog.at_level(logging.DEBUG, "fastload"):
+        yield
+    assert_hidden([(record.getMessage(), record.exc_text) for record in caplog.get_records("call")])
+
+
 def everything_of(error: BaseException) -> str:
     """What anybody may print, log, send or keep of an error."""
     wire = to_wire(error)

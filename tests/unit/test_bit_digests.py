@@ -15,9 +15,9 @@ import xxhash
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastload.base import bit_digests
-from fastload.base.bit_digests import BitDigester
 from fastload.base.memory import byte_view
+from fastload.saving import device_digests as bit_digests
+from fastload.saving.device_digests import BitDigester
 
 ROW_BYTES = 32 << 10
 CPU = torch.device("cpu")

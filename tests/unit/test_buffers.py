@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.messages import Message, Route, Routing, sharing_domains
 from fastload.transfer.transport import LocalTransport, OwnChunk, Round
+from tests.drawn import draws
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of
 
@@ -151,7 +152,7 @@ def entries() -> list[TensorEntry]:
     return made
 
 
-@settings(deadline=None, max_examples=30)
+@draws(30)
 @given(
     machines=st.sampled_from(["abcdefg", "aabbccd", "aaaaaaa"]),
     device=st.sampled_from(["cpu", "cuda"]),
@@ -188,7 +189,7 @@ def test_what_is_read_comes_to_every_rank(
         assert torch.equal(torch.cat(own).to(torch.uint8), file)
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_rank_gets_just_the_bytes_that_it_wants(
     job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.training.cadence import (
+from fastload.planning.cadence import (
     AdaptiveInterval,
     MeasuredSave,
     Recommendation,

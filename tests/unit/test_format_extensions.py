@@ -6,18 +6,20 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import fastload
-from fastload.base.registry import extensions
-from fastload.formats import extensions as formats
+from fastload.base.registry import all_extensions
+from fastload.formats import open as formats
 from fastload.formats.names import NAMES
 from fastload.formats.open import header_digest
 from fastload.storage import locate, open_storage
 from tests.checkpoints import write_file
+from tests.unit.npy_format import npy
 
 STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([7, 8])}
 
@@ -32,9 +34,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "[fastload.formats]\nlost = nowhere:format\nnpy = tests.unit.npy_format:npy\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    extensions.cache_clear()
+    all_extensions.cache_clear()
     yield
-    extensions.cache_clear()
+    all_extensions.cache_clear()
 
 
 @pytest.fixture
@@ -77,6 +79,16 @@ def test_what_no_format_knows_is_an_error_that_names_those_that_were_asked(tmp_p
         fastload.load(tmp_path / "notes")
     with pytest.raises(fastload.ManifestError, match=r"none for the formats of extensions \(.*lost, npy.*\)"):
         fastload.load(tmp_path / "notes" / "todo.txt")
+
+
+@pytest.mark.parametrize("name", ["fastload", "safetensors", "torch", "dcp"])
+def test_a_format_with_the_name_of_another_is_refused(
+    name: str, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "extensions", lambda kind: {name: Mock(load=lambda: npy)})
+    for path in (arrays, arrays / "a.npy"):
+        with pytest.raises(fastload.OptionError, match=f"another package has a format '{name}'"):
+            fastload.inspect(path)
 
 
 def test_a_rank_without_the_format_says_so(arrays: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.transfer.messages import _GOOD_DIM, Grid, dims_of, is_gather
 from fastload.transfer.plan import ReaderWindows
+from tests.drawn import draws
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_uneven_hosts_are_one_axis() -> None:
     assert [Grid.of(["a"]).axis(0, phase) for phase in range(2)] == [(0,), (0,)]
 
 
-@settings(deadline=None, max_examples=40)
+@draws(40)
 @given(num_hosts=st.integers(1, 40), num_locals=st.integers(1, 4), data=st.data())
 def test_every_chunk_comes_to_every_rank_once(num_hosts: int, num_locals: int, data: st.DataObject) -> None:
     hosts = data.draw(st.permutations([host for host in range(num_hosts) for _ in range(num_locals)]))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.comm.group import backend_of
@@ -18,6 +18,7 @@ from fastload.transfer.device_transport import broadcasts_of, groups_of, root_of
 from fastload.transfer.messages import Route
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.transport import Delivery
+from tests.drawn import draws
 from tests.unit.test_routes import Want, jobs, plan_of
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -28,7 +29,7 @@ def deliveries_of(routes: RoutedView, index: int) -> list[Delivery]:
     return [Delivery(message, Route(0), _NOTHING) for message in messages]
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
     job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.test_layout import layout_and_shares
 from tests.unit.test_plan import digest_of_a_plan
 from tests.unit.test_state import structure_with_sets
@@ -28,6 +30,7 @@ def made() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same() -> None:
     """A forked one would have this one's seed."""
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "PYTHONHASHSEED": "random"}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 
 import fastload
-from fastload.base.registry import extensions
+from fastload.base.registry import all_extensions
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm import observers
+from fastload.comm.group import join
 from fastload.comm.observers import observe, register_observer
 from fastload.comm.world import World
 
@@ -25,7 +30,6 @@ class Listener:
     """An observer that notes what it is told."""
 
     def __init__(self, notes: list[Any], world: World) -> None:
-        self.error: fastload.FastloadError | None = None
         self._notes = notes
 
     def begin(self, hosts: Sequence[str]) -> None:
@@ -86,15 +90,73 @@ def test_an_observer_is_told_of_a_load_that_fails(notes: list[Any], tmp_path: Pa
     assert notes[-2] == "load ends: StorageError"
 
 
+def test_an_observer_is_told_of_a_save_that_fails(notes: list[Any], tmp_path: Path) -> None:
+    fastload.save(STATE, tmp_path / "step_1")
+    notes.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", _no_space)
+        with pytest.raises(fastload.StorageError):
+            fastload.save(STATE, tmp_path / "step_2")
+    about = {"what": f"saving to {tmp_path / 'step_2'}", "nbytes": ANY}
+    assert notes[-2:] == ["save ends: StorageError", about]
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_observer_is_told_of_a_save_to_memory(notes: list[Any], tmp_path: Path) -> None:
+    intervals = {"every_steps": 10, "memory_every_steps": 1, "memory_copies": 1}
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    with fastload.CheckpointManager(tmp_path / "run", memory=memory, **intervals) as manager:
+        notes.clear()
+        assert manager.should_save(1)
+        manager.save(1, STATE)
+        manager.wait()
+        told = list(notes)
+    assert told[0] == "snapshot"
+    assert "begin on 1 ranks" in told
+    assert told[-2:] == ["save ends: NoneType", {"what": "saving step 1 to memory", "nbytes": ANY}]
+
+
+def test_what_an_observer_raises_fails_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    class Broken(Listener):
+        def _raise(self, *_: Any) -> None:
+            raise RuntimeError("the server of metrics is gone")
+
+        follow = add = end = close = _raise
+
+    monkeypatch.setattr(observers, "_registered", [partial(Broken, [])])
+    fastload.save(STATE, tmp_path / "step_1")
+    options = fastload.LoadOptions(trace=tmp_path / "trace")
+    with fastload.open(tmp_path / "step_1", options=options) as checkpoint:
+        assert torch.equal(checkpoint.load()["a"], STATE["a"])
+        assert checkpoint.trace_error is None
+    assert "the server of metrics is gone" in caplog.text
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_observer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fastload.save(STATE, tmp_path / "step_1")
+    monkeypatch.setattr(observers, "_registered", [lambda world: 1 / 0])
+    with pytest.raises(ZeroDivisionError):
+        fastload.open(tmp_path / "step_1")
+    gc.collect()
+
+
 def test_without_its_extension_trace_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
-    extensions.cache_clear()
+    monkeypatch.setattr("importlib.metadata.entry_points", EntryPoints)
+    all_extensions.cache_clear()
     try:
         for kind in (fastload.LoadOptions, fastload.SaveOptions):
             with pytest.raises(fastload.OptionError, match="trace= needs the extension 'trace'"):
                 kind(trace=tmp_path / "trace.json")
     finally:
-        extensions.cache_clear()
+        all_extensions.cache_clear()
 
 
 def test_nobody_listens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +165,6 @@ def test_nobody_listens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(observers, "extension", ask)
     watch = Stopwatch()
-    nobody = observe(None, None)  # type: ignore[arg-type]
+    nobody = observe(join(call="saving", timeout_s=60), None)
     nobody.follow({"read": watch})
     assert watch.listeners == ()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import fastload
 from fastload.errors import FastloadError, ManifestError
-from fastload.formats.torch_save.state import encode_pickle
+from fastload.ext.formats.torch_save.state import encode_pickle
 from fastload.formats.untrusted import MemoryBudget
 from fastload.integrations.dcp import Reader
 

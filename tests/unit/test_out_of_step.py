@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from fastload.comm import tree
@@ -25,6 +25,7 @@ from fastload.comm.store import Member
 from fastload.comm.tree import TreeState
 from fastload.comm.world import Decisions, World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
+from tests.drawn import draws
 
 SHORT_S, LONG_S = 0.12, 30.0
 MOST_KEPT = 8
@@ -120,7 +121,7 @@ def follow(
 OPS = st.builds(Op, st.sampled_from(["all", "some", "late", "leave", "anew"]), _BITS, st.sampled_from("AB"))
 
 
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@draws(16, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(2, 5), st.lists(OPS, max_size=5), st.booleans())
 @example(2, [Op("some", 1, "A")], False)
 @example(2, [Op("some", 1, "B")], True)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastload.base import registry
 from fastload.errors import OptionError
+from fastload.planning.cadence import Tier, loss_probability, recommend_tiers, young_s
 from fastload.training import interval
-from fastload.training.cadence import Tier, loss_probability, recommend_tiers, young_s
-from fastload.training.interval import IntervalController, IntervalPolicy
+from fastload.training.interval import IntervalController, IntervalPolicy, controller_of
 
 
 def auto(
@@ -27,7 +28,7 @@ def auto(
     policy = IntervalPolicy(
         every="auto", mtbf_s=mtbf_s, restart_s=restart_s, budget=budget, memory_copies=memory_copies, **more
     )
-    return IntervalController(policy, num_hosts)
+    return controller_of(policy, num_hosts)
 
 
 class Clock:
@@ -185,6 +186,13 @@ def test_what_was_asked_for_is_checked() -> None:
     ]:  # fmt: skip
         with pytest.raises(OptionError):
             IntervalPolicy(**wrong)
+
+
+def test_auto_without_its_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "extensions", lambda kind: {})
+    with pytest.raises(OptionError, match="every='auto' needs the extension 'auto', which is not installed"):
+        auto()
+    assert IntervalPolicy(every_steps=5).every_seconds is None
 
 
 def test_a_wait_for_an_earlier_save_is_neither_a_step_nor_the_cost_of_a_save(clock: Clock) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from fastload.formats.decoder import decode_state
 from fastload.formats.encoder import encode_state
 from fastload.formats.state import NO_VALUE, fill_places, has_gap, leaves, own_view
 from fastload.saving.per_rank import gather_own, pack_own
+from tests.drawn import draws
 from tests.unit.test_state import assert_same
 
 
@@ -90,7 +91,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(st.lists(st.tuples(values, values), min_size=1, max_size=4), values)
 def test_whatever_the_ranks_have(own: list[tuple[Any, Any]], common: Any) -> None:
     states = [{"a": PerRank(a), "common": common, "b": (PerRank(b),)} for a, b in own]

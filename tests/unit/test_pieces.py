@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from fastload.geometry.box import Box, strided_runs
 from fastload.loading.match import BoxRequest, LoadRequest, Match
 from fastload.loading.prepare import request_of
 from fastload.loading.targets import TensorWriter
+from tests.drawn import draws
 
 SIZES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
@@ -104,7 +105,7 @@ def deliver(found: Match, manifest: Manifest, files: Sequence[bytearray]) -> Any
     return found.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(checkpoints())
 def test_all_of_it_arrives(checkpoint: tuple[Manifest, list[bytearray], dict[str, Tensor]]) -> None:
     manifest, files, values = checkpoint
@@ -116,7 +117,7 @@ def test_all_of_it_arrives(checkpoint: tuple[Manifest, list[bytearray], dict[str
     assert all(d.runs is None for d, is_dense in zip(found.destinations, dense, strict=True) if is_dense)
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(checkpoints(), st.data())
 def test_any_boxes_of_it_arrive(
     checkpoint: tuple[Manifest, list[bytearray], dict[str, Tensor]], data: st.DataObject

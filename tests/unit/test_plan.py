@@ -143,7 +143,7 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
             for before, after in zip(own_rounds, own_rounds[plan.num_reads :], strict=False):
                 assert after - before >= plan.ahead
     for index in range(plan.num_rounds):
-        slots = plan.slot_sizes(index, plan.chunks(index))
+        slots = plan.slots(index)
         assert sum(slots.values()) <= plan.buffer_bytes
         assert tuple(slots) == plan.readers_in(index)
         for rank, slot in slots.items():

@@ -85,7 +85,7 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
     assert plan.depth >= 1
     assert staged_bytes(plan) <= staging_bytes
     for index in range(plan.num_rounds):
-        slots = plan.slot_sizes(index, plan.chunks(index))
+        slots = plan.slots(index)
         assert sum(slots.values()) <= plan.buffer_bytes
         for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
@@ -106,8 +106,8 @@ def test_healing_keeps_blocks_whole(
     placed += [at for index, rank in read for at in wanted_bytes(plan, index, rank)]
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
     for index in range(left.num_rounds):
-        assert sum(left.slot_sizes(index, left.chunks(index)).values()) <= plan.buffer_bytes
-        assert max(left.slot_sizes(index, left.chunks(index)).values()) <= plan.own_bytes
+        assert sum(left.slots(index).values()) <= plan.buffer_bytes
+        assert max(left.slots(index).values()) <= plan.own_bytes
 
 
 @pytest.mark.parametrize("block_bytes", [MIB, 3 * MIB])

@@ -64,7 +64,7 @@ def test_shares_are_even_and_buffers_fit_into_staging(
     assert most <= -(-plan.total_bytes // len(plan.readers)) + uneven
     assert staged_bytes(plan) <= staging_bytes
     for index in range(plan.num_rounds):
-        slots = plan.slot_sizes(index, plan.chunks(index))
+        slots = plan.slots(index)
         assert sum(slots.values()) <= plan.buffer_bytes
         for rank, slot in slots.items():
             assert plan.chunk(index, rank).nbytes <= slot <= plan.own_bytes

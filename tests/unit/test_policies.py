@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastload import CheckpointManager, OptionError, SaveOptions
-from fastload.policies import EndedSave, Measured, Retention, SavedCheckpoint
+from fastload.policies import EndedSave, IntervalPolicy, Measured, Retention, SavedCheckpoint
 from fastload.training import interval
 from fastload.training.interval import PolicyController
 
@@ -192,6 +192,8 @@ def test_a_signal_counts_although_the_policy_fails(tmp_path: Path) -> None:
         {"save_policy": Planned({}), "every_steps": 3},
         {"save_policy": Planned({}), "memory": "auto", "memory_every_seconds": 3},
         {"save_policy": PowersOfTwo(1)},
+        {"save_policy": IntervalPolicy(every_steps=2), "mtbf_s": 3600},
+        {"save_policy": Planned({}), "budget": 0.5},
         {"keep_policy": PowersOfTwo(1), "keep_last": 3},
         {"keep_policy": Planned({})},
         {"keep_policy": PowersOfTwo},

@@ -114,3 +114,9 @@ def test_without_its_extension_a_public_name_says_what_it_lacks(
         pytest.raises(fastload.OptionError, match=r"this needs fastload\.ext\.\w+.*, which .* lacks"),
     ):
         getattr(checkpoint, name)() if hasattr(checkpoint, name) else getattr(fastload, name)
+
+
+def test_an_extension_that_is_missing_is_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(fastload), "seal", raising=False)
+    monkeypatch.setitem(sys.modules, "fastload.ext.checksums.api", None)
+    assert not hasattr(fastload, "seal")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.geometry.box import Box, Runs, runs_of
@@ -14,6 +14,7 @@ from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.messages import Message, Routing, sharing_domains
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
+from tests.drawn import draws
 
 Want = list[tuple[int, tuple[Runs, ...]]]
 
@@ -125,7 +126,7 @@ def everything(want: Want) -> list[int]:
     return list(range(sum(runs.total for _, part in want for runs in part)))
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
     job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
@@ -143,7 +144,7 @@ def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
         assert sorted(got) == everything(want)
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_what_readers_that_drop_out_leave_unread_others_read(
     job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject

@@ -6,10 +6,11 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.transfer.messages import Routing, choose_base, most_hops, num_targets, sharing_domains
+from tests.drawn import draws
 
 
 def routings(sizes: list[int]) -> list[Routing]:
@@ -18,7 +19,7 @@ def routings(sizes: list[int]) -> list[Routing]:
     return [Routing(rank, range(len(hosts)), hosts) for rank in range(len(hosts))]
 
 
-@settings(max_examples=80)
+@draws(80)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=40))
 def test_a_message_enters_every_host_of_its_group_once_and_is_passed_on_by_who_has_it(
     data: st.DataObject, sizes: list[int]

@@ -16,7 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
@@ -26,6 +26,7 @@ from fastload.formats.open import read_manifest
 from fastload.formats.safetensors.header import MAX_HEADER_BYTES, parse_header
 from fastload.formats.safetensors.reader import NEAR_BYTES
 from fastload.storage.base import FileStat, Storage
+from tests.drawn import draws
 
 URL = "mem://ckpt"
 
@@ -414,7 +415,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(la
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(
     st.dictionaries(names, st.tuples(st.sampled_from(TORCH_DTYPES), shapes), max_size=8),
     st.none() | st.dictionaries(names, names, max_size=3),

@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
-    "ext/convert.py",
+    "ext/formats/convert.py",
     "cli/load.py",
     "planning/doctor/facts.py",
     "integrations/dcp/common.py",
@@ -63,8 +63,8 @@ FILES = {
     "storage/mounts.py",  # what the system says of them
     "storage/pending.py",
     "storage/process.py",  # what it says of processes
-    "storage/s3.py",  # certificates
-    "storage/s3_settings.py",  # likewise
+    "ext/remote/s3.py",  # certificates
+    "ext/remote/s3_settings.py",  # likewise
     "storage/single_file.py",
 }
 PROCESS_STATE = "storage/process.py"  # what of storage a process has once
@@ -75,7 +75,7 @@ PURE = {
     "geometry/shards.py",
     "transfer/plan.py",
     "planning/doctor/findings.py",
-    "training/cadence.py",
+    "planning/cadence.py",
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",
@@ -189,7 +189,7 @@ def _breaches(module: str, source: str) -> Iterator[str]:
         yield f"{module} reads {sorted(found)}: only {sorted(ENVIRONMENT)} may, pass an option instead"
     if module not in FILES and (found := named(*FILE_NAMES)):
         yield f"{module} touches files with {sorted(found)}: only {sorted(FILES)} may"
-    is_storage = module.startswith("storage/") and module != PROCESS_STATE
+    is_storage = module.startswith(("storage/", "ext/remote/")) and module != PROCESS_STATE
     if is_storage and (found := named("functools.cache", "functools.lru_cache")):
         yield f"{module} keeps something for the whole process with {sorted(found)}: only {PROCESS_STATE} may"
     if module in PURE and (found := named(*IMPURE_IMPORTS)):

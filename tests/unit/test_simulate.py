@@ -9,13 +9,14 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.planning.cluster import Cluster, Requests
 from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
+from tests.drawn import draws
 
 MB, GB = 10**6, 10**9
 FREE: dict[str, Any] = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 0.0}
@@ -105,7 +106,7 @@ def test_a_chunk_on_its_way_around_the_ring_takes_every_hop() -> None:
 rates = st.floats(1e6, 1e11)
 
 
-@settings(deadline=None, max_examples=60)
+@draws(60)
 @given(
     nbytes=st.integers(1, 10**10),
     strategy=st.sampled_from(STRATEGIES),

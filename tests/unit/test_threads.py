@@ -151,6 +151,14 @@ def test_torch_uses_one_thread_for_a_thread_that_asks_for_it() -> None:
     subprocess.run([forking_python(), "-c", code], check=True, timeout=60)
 
 
+def test_no_call_is_made_after_the_end() -> None:
+    workers = Workers(1, "fastload-ended")
+    assert workers.submit(lambda: 3).result() == 3
+    assert workers.close(wait_s=30)
+    with pytest.raises(RuntimeError, match="fastload-ended: no call after the end"):
+        workers.submit(lambda: 4)
+
+
 def test_calls_that_ask_for_more_threads_after_the_end_leave_none() -> None:
     """As reads do, which know at their end how many there may be at once."""
     workers, go_on = Workers(1, "fastload-grown"), threading.Event()

@@ -152,6 +152,22 @@ def test_the_run_went_on_without_the_tier(
     assert copies == []
 
 
+def test_only_what_is_passed_over_is_a_warning(
+    manage: Open, copies: list[Copied], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Storage has the newest one, since the intervals differ; then the newest copy is not complete."""
+    crash(manage(memory_every_steps=3), 3, 4)
+    with manage() as manager, caplog.at_level(logging.INFO, "fastload"):
+        assert manager.restore()["step"] == 4
+        assert "restored from storage: process has step 3 only" in caplog.text
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        train(manager, 5)
+        copies[-1].problem = "a host is gone"
+        assert manager.restore()["step"] == 4
+        warning = next(record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert "restored from storage: a host is gone" in warning.getMessage()
+
+
 def test_what_storage_lacks_at_the_end(manage: Open) -> None:
     for steps, lacking in (((), Point(0, 0)), ((1, 2, 3), Point(0, 3)), ((4,), None), ((5,), Point(0, 5))):
         with manage() as manager:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.training.cadence import (
+from fastload.planning.cadence import (
     Tier,
     ettr,
     loss_probability,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -25,9 +26,9 @@ from torch.nn import Parameter
 import fastload
 from fastload.base.memory import byte_view
 from fastload.errors import ManifestError, OptionError
-from fastload.formats.torch_save.state import StorageRef
-from fastload.formats.torch_save.unpickle import Global
-from fastload.formats.torch_save.writer import lay_out_torch
+from fastload.ext.formats.torch_save.state import StorageRef
+from fastload.ext.formats.torch_save.unpickle import Global
+from fastload.ext.formats.torch_save.writer import lay_out_torch
 from tests.soak.torch_files import soak
 from tests.torch_files import Call, Stored, pickled, tensor, zipped
 
@@ -198,6 +199,16 @@ def test_what_stands_before_data_is_checked_as_they_are_read(tmp_path: Path) -> 
 def records_of(path: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as archive:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def test_a_supplier_that_does_not_cover_other_layouts_is_closed(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(5)}, tmp_path / "a.pt")
+    supplier = Mock(covers=Mock(return_value=False))
+    with fastload.open(tmp_path / "a.pt") as checkpoint:
+        checkpoint._session.supplier = supplier
+        checkpoint._session.reopen_exactly()
+        supplier.close.assert_called_once()
+        assert checkpoint._session.supplier is None
 
 
 def test_files_of_older_torch_come_back(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import ManifestError
-from fastload.formats.torch_save.unpickle import (
+from fastload.ext.formats.torch_save.unpickle import (
     Global,
     PersistentId,
     PickledCall,
@@ -24,6 +24,7 @@ from fastload.formats.torch_save.unpickle import (
     unpickle,
     unpickle_first,
 )
+from tests.drawn import draws
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -210,7 +211,7 @@ def test_memory_is_some_thirty_times_the_bytes_at_most(pattern: bytes) -> None:
     assert most < 32 * len(data)
 
 
-@settings(max_examples=300)
+@draws(300)
 @given(st.data())
 def test_any_bytes_give_a_value_or_one_error(data: st.DataObject) -> None:
     whole = pickle.dumps(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
 from fastload.ext.checksums import write
 from fastload.options import LoadOptions
@@ -13,6 +14,7 @@ from fastload.report import VerifyReport
 from fastload.storage import locate, name_of, require_writable
 
 
+@short_tracebacks
 def seal(
     path: str | os.PathLike[str],
     *,

@@ -18,4 +18,4 @@ def seal(path: str, as_json: bool) -> None:
     The ranks of a torchrun or srun job share the work. They write fastload.seal.json next to the files, or
     NAME.fastload.seal.json next to a single file, by which loads, verify and stage then check what they read.
     """
-    read_all(api.seal, path, "sealing", "sealed", as_json=as_json)
+    read_all(api.seal, path, "sealing", as_json=as_json)

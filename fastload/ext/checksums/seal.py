@@ -44,7 +44,7 @@ class Seal:
 
     Attributes:
         block_bytes: Length of a block.
-        digest: xxh3-128 of everything but the data of tensors; see `digest_of`.
+        digest: xxh3-128 of everything but the data of tensors; see `_digest_of`.
         checksums: For each file of the manifest, the checksums of its blocks, 8 bytes each, joined.
         has_index: Whether the checkpoint had an index, which the digest covers.
     """

@@ -60,7 +60,7 @@ def seal(
                         place, name = _next_to(location)
                     put_next_to(place, NAMES, name, texts[world.rank], storage_options, patience=patience)
             world.acknowledge()
-            return reading.report(read.answers)
+            return replace(reading.report(read.answers), outcome="sealed")
     finally:
         session.close()
 

@@ -48,7 +48,7 @@ class DeltaLayer(Layer):
         return result_of_chain([manifest for _, manifest in chain])
 
     def open(self, access: Access, call: OpenCall) -> Access:
-        """Opens the bases; returns the access to the result, whose parts they are.
+        """Opens the bases; returns the access to the result, whose components they are.
 
         Raises:
             FastloadError: A base is missing, was replaced, or cannot be opened.
@@ -62,10 +62,10 @@ class DeltaLayer(Layer):
                 except CheckpointNotFound as error:
                     raise missing_base(chain[-1].stored, location, error) from None
                 require_base(chain[-2].stored, chain[-1].stored)
-            result, storage, parts = chain[-1].stored, chain[-1].storage, [chain[-1]]
+            result, storage, components = chain[-1].stored, chain[-1].storage, [chain[-1]]
             for part in reversed(chain[:-1]):
                 result, storage = layered([(result, storage), (part.stored, part.storage)])
-                parts.append(replace(part, logical=result))
+                components.append(replace(part, logical=result))
         except BaseException:
             for part in chain[1:]:
                 part.storage.close()
@@ -78,7 +78,7 @@ class DeltaLayer(Layer):
             readers=tuple(sorted(set(access.readers).intersection(*(part.readers for part in chain)))),
             notes={rank: note for part in reversed(chain) for rank, note in part.notes.items()},
             shared=any(part.shared for part in chain),
-            parts=tuple(reversed(parts)),
+            components=tuple(reversed(components)),
             layers=(*access.layers, self),
         )
 

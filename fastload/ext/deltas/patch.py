@@ -52,7 +52,7 @@ def match_rest(session: Session, request: Request) -> Match:
     """
     opened = session.opened
     world, access = opened.world, opened.access
-    levels = [part.logical for part in access.parts]
+    levels = [part.logical for part in access.components]
     with world.step(f"comparing tensors with {access.stored.url} and its bases") as step:
         matched = opened.match(request)
         candidates = _Candidates(access.stored, matched.destinations)
@@ -70,7 +70,7 @@ def match_rest(session: Session, request: Request) -> Match:
         if len(peers) > 1 or not number:
             proof.begin(levels[number])
         patches = [
-            _read(opened, session.part(delta), levels[delta + 1], candidates)
+            _read(opened, session.component(delta), levels[delta + 1], candidates)
             for delta in reversed(range(number))
         ]
         with world.step(f"verifying the result of {access.stored.url}", is_long=True):
@@ -87,7 +87,7 @@ def match_rest(session: Session, request: Request) -> Match:
 def _num_affordable(opened: Opened) -> int:
     """Returns the most deltas that are read instead of the complete checkpoint."""
     left = opened.access.stored.nbytes * _MOST_READ
-    deltas = opened.access.parts[:-1]
+    deltas = opened.access.components[:-1]
     for number, delta in enumerate(deltas):
         left -= delta.stored.nbytes
         if left < 0:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.base.threads import Workers, one_torch_thread
+from fastload.base.units import format_bytes
 from fastload.comm.responses import join_parts, split_parts
 from fastload.errors import CheckpointError, FastloadError, OptionError, StorageError
 from fastload.ext.deltas.encoding import (
@@ -65,6 +66,15 @@ from fastload.transfer.links import Wire
 
 _log = logging.getLogger(__name__)
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
+_USELESS = 0.9  # of the bytes of a complete checkpoint: a delta of that size only makes loads slower
+_WHAT_TO_SAVE = (
+    "Nearly all elements differ from the base, as float32 weights do after a step of AdamW. "
+    "Save without deltas=True and base=; or save what changes in less than a quarter of its elements, as "
+    "bfloat16 weights do (docs/recipes/refresh.md). This warning comes once for each folder."
+)
+
+_warned: set[str] = set()
+"""Folders of checkpoints in which a delta was nearly as large as a complete checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -581,6 +591,7 @@ def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, fou
         ),
         index=None,
     )
+    _warn_of_size(call, changes_layout, layout)
     changes_state = replace(
         state, layout=changes_layout, reader=StateReader.of_parts(changes_layout, parts), shard_map=None
     )
@@ -588,6 +599,17 @@ def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, fou
     of_changes = make_plan(call, changes_state, replace(agreed, shard_map=shard_map), target=plan.target)
     delta = Delta(base.name, base.manifest.record_digest, base.num_deltas + 1, checksums)
     return PlannedWrite(of_changes, None, delta, base.manifest.url)
+
+
+def _warn_of_size(call: SaveCall, changes: Layout, complete: Layout) -> None:
+    """Warns if a delta takes nearly as many bytes as a complete checkpoint."""
+    folder = call.occasion.rpartition("/")[0]
+    if changes.nbytes < _USELESS * complete.nbytes or folder in _warned:
+        return
+    _warned.add(folder)
+    if call.world.rank == 0:
+        sizes = format_bytes(changes.nbytes), format_bytes(complete.nbytes)
+        _log.warning("%s: the delta takes %s, a complete checkpoint %s. %s", call.what, *sizes, _WHAT_TO_SAVE)
 
 
 def _pack(found: Mapping[int, _FoundBlocks]) -> bytes:

@@ -1,1 +1,1 @@
-"""Formats of other programs, asked if no built-in one fits: entry points of ``fastload.formats``."""
+"""Formats of other programs: read, and some of them written by ``fastload convert``."""

@@ -32,8 +32,8 @@ RECORD_NAME = "manifest.json"
 """The host manifest of a checkpoint: without it, the checkpoint is not complete here."""
 JOB_NAME = "job"
 """Holds the root of the checkpoints; locked by the ranks of the job."""
-CHECKPOINT_NAME = re.compile(r"[0-9a-f]{16}")
-_JOB = re.compile(r"[0-9a-f]{16}")
+NAME = re.compile(r"[0-9a-f]{16}")
+"""The name of a run, of the folder of a job, and of that of a checkpoint."""
 _PLAN_NAME = "plan"  # identifies the ranges on this host: a folder with equal ones is reused
 _MAKING_NAME = "making"
 _SPARE_PART = 20  # share of free memory to leave free
@@ -132,7 +132,7 @@ def _unlock(file: int) -> None:
 
 def _records(folder: int) -> Iterator[tuple[str, bytes]]:
     """Yields name and manifest of each checkpoint; the manifest is empty if it is not complete."""
-    for name in filter(CHECKPOINT_NAME.fullmatch, folders.names(folder)):
+    for name in filter(NAME.fullmatch, folders.names(folder)):
         yield name, folders.read_small(f"{name}/{RECORD_NAME}", folder)
 
 
@@ -242,9 +242,7 @@ class JobFolder:
                 return
             spare = ""
             for other in folders.names(self._folder):
-                if not CHECKPOINT_NAME.fullmatch(other) or folders.find(
-                    f"{other}/{RECORD_NAME}", self._folder
-                ):
+                if not NAME.fullmatch(other) or folders.find(f"{other}/{RECORD_NAME}", self._folder):
                     continue
                 if not spare and folders.read_small(f"{other}/{_PLAN_NAME}", self._folder) == plan.encode():
                     spare = other
@@ -311,7 +309,7 @@ class JobFolder:
         """Makes all other checkpoints incomplete; `make` reuses or removes them."""
         with os_errors(self.path), self._making():
             for name in folders.names(self._folder):
-                if CHECKPOINT_NAME.fullmatch(name) and name != keep:
+                if NAME.fullmatch(name) and name != keep:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{name}/{RECORD_NAME}", dir_fd=self._folder)
 
@@ -390,7 +388,7 @@ def find_jobs(memory: str) -> list[JobUsage]:
         raise
     found = []
     with closing(own):
-        for name in filter(_JOB.fullmatch, folders.names(own)):
+        for name in filter(NAME.fullmatch, folders.names(own)):
             path = os.path.join(memory, f"fastload-{os.geteuid()}", name)
             with os_errors(path), suppress(FileNotFoundError, NotADirectoryError):
                 found.append(_look(name, own, path))

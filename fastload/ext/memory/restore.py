@@ -32,7 +32,7 @@ from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience
 from fastload.storage import CheckpointReader, PatientStorage
 from fastload.storage.local import LocalStorage
-from fastload.transfer.routed_plan import HeldRange, Holders
+from fastload.transfer.routed_plan import SuppliedRange, Supply
 
 _log = logging.getLogger(__name__)
 _MIN_BUFFER_BYTES = 8 << 20
@@ -181,13 +181,13 @@ def _open(
             if world.rank == access.readers[0]:
                 step.answer(attach=read_table(access.storage, checkpoint)[0])
         table = ShareTable.parse(step.attachment, checkpoint.manifest.table, manifest.url)
-        holders = _holders(manifest, table, checkpoint, access.readers, damage)
-        if lacking := holders.lacking(manifest.extents):
+        supply = _supply(manifest, table, checkpoint, access.readers, damage)
+        if lacking := supply.lacking(manifest.extents):
             raise IncompleteCheckpoint(
                 f"{lacking} bytes of step {checkpoint.step} are missing or damaged on all hosts"
             )
-        readers = tuple(rank for rank in access.readers if rank in holders.ranks)
-        return replace(access, holders=holders, readers=readers or access.readers[:1], shared=False)
+        readers = tuple(rank for rank in access.readers if rank in supply.ranks)
+        return replace(access, supply=supply, readers=readers or access.readers[:1], shared=False)
     except BaseException:
         access.storage.close()
         raise
@@ -221,49 +221,51 @@ def read_file(storage: CheckpointReader, name: str) -> bytes:
     return storage.read_all(name, stat)
 
 
-def _holders(
+def _supply(
     manifest: Manifest,
     table: ShareTable,
     checkpoint: InMemoryCheckpoint,
     readers: Sequence[int],
     damage: _Damage,
-) -> Holders:
+) -> Supply:
     """Returns the byte ranges of complete, undamaged checksum blocks with the ranks that have them."""
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
-    held: list[HeldRange] = []
+    supplied: list[SuppliedRange] = []
     for share, files in sorted(table.shares.items()):
         ranks = tuple(rank for rank in readers if share in checkpoint.holders.get(rank, ()))
         for name, ranges in files.items() if ranks else ():
             if name in numbers:
                 for begin, end in ranges:
-                    of_share = HeldRange(numbers[name], begin, end - begin, ranks)
-                    held += _complete_blocks(manifest.blocks, of_share)
+                    of_share = SuppliedRange(numbers[name], begin, end - begin, ranks)
+                    supplied += _complete_blocks(manifest.blocks, of_share)
     for name in table.whole:
         if name in numbers:
             number = numbers[name]
-            held.append(HeldRange(number, 0, manifest.files[number].nbytes, tuple(readers)))
+            supplied.append(SuppliedRange(number, 0, manifest.files[number].nbytes, tuple(readers)))
     bad = [(file, begin, end, rank) for rank, ranges in damage.items() for file, begin, end in ranges or ()]
-    return Holders(tuple(_without(sorted(held), sorted(bad))))
+    return Supply(tuple(_without(sorted(supplied), sorted(bad))))
 
 
-def _complete_blocks(blocks: Blocks, held: HeldRange) -> Iterable[HeldRange]:
+def _complete_blocks(blocks: Blocks, supplied: SuppliedRange) -> Iterable[SuppliedRange]:
     """Yields a range without the bytes at its ends that belong to incomplete blocks, if any is left.
 
     The tensors of a file are contiguous, and so are its blocks.
     """
-    complete = blocks.between(held.file, held.offset, held.end)
-    first = next((block.offset for _, block in complete), held.end)
-    incomplete = blocks.at(held.file, held.end - 1)
-    last = held.end
+    complete = blocks.between(supplied.file, supplied.offset, supplied.end)
+    first = next((block.offset for _, block in complete), supplied.end)
+    incomplete = blocks.at(supplied.file, supplied.end - 1)
+    last = supplied.end
     if incomplete is not None and incomplete.end > last:
         last = incomplete.offset
     if first < last:
-        yield held._replace(offset=first, nbytes=last - first)
+        yield supplied._replace(offset=first, nbytes=last - first)
 
 
-def _without(held: Sequence[HeldRange], bad: Sequence[tuple[int, int, int, int]]) -> Iterable[HeldRange]:
-    """Yields held ranges without the ranks on which they are damaged."""
-    for each in held:
+def _without(
+    supplied: Sequence[SuppliedRange], bad: Sequence[tuple[int, int, int, int]]
+) -> Iterable[SuppliedRange]:
+    """Yields supplied ranges without the ranks on which they are damaged."""
+    for each in supplied:
         cuts = [one for one in bad if one[0] == each.file and one[1] < each.end and one[2] > each.offset]
         if not cuts:
             yield each
@@ -275,7 +277,7 @@ def _without(held: Sequence[HeldRange], bad: Sequence[tuple[int, int, int, int]]
             damaged = {rank for _, first, last, rank in cuts if first < end and last > begin}
             ranks = tuple(rank for rank in each.ranks if rank not in damaged)
             if ranks:
-                yield HeldRange(each.file, begin, end - begin, ranks)
+                yield SuppliedRange(each.file, begin, end - begin, ranks)
 
 
 def _find_damage(
@@ -341,14 +343,14 @@ def _damaged(
     manifest = read_manifest(storage)
     _, table = read_table(storage, checkpoint)
     own = {world.rank: checkpoint.holders[world.rank]}
-    holders = _holders(manifest, table, replace(checkpoint, holders=own), (world.rank,), {})
+    supply = _supply(manifest, table, replace(checkpoint, holders=own), (world.rank,), {})
     memory = allocate_staging(max(manifest.block_bytes, _MIN_BUFFER_BYTES), pinned=False)
-    for held in holders.ranges[part::num_parts]:
-        file = manifest.files[held.file]
-        for _, block in manifest.blocks.between(held.file, held.offset, held.end):
+    for supplied in supply.ranges[part::num_parts]:
+        file = manifest.files[supplied.file]
+        for _, block in manifest.blocks.between(supplied.file, supplied.offset, supplied.end):
             data = host_view(memory[: block.nbytes])
             storage.read_into(file.name, block.offset, [data], file.version)
             if checksum(data) != manifest.recorded(block)[1]:
-                yield held.file, block.offset, block.end
+                yield supplied.file, block.offset, block.end
         world.note_progress()
         world.peer_failed()  # also shows the progress to the others

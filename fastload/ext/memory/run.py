@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
 from typing import NamedTuple
 
 from fastload.errors import CheckpointError, FastloadError
+from fastload.ext.memory.folder import NAME
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
 from fastload.storage import Location, locate
@@ -14,7 +14,6 @@ from fastload.storage.base import new_token
 from fastload.training.catalog import Catalog
 from fastload.training.tier import TierJob
 
-_NAME = re.compile(r"[0-9a-f]{16}")
 _FOLDER = "fastload-run"  # a checkpoint without files, which works on every storage
 _PREFIX = "fastload-"  # shorter than the name, which some stores do not list
 _RUN, _ROOT = "run", "root"
@@ -29,7 +28,8 @@ def agree_on_run(job: TierJob, name: RunName) -> tuple[str, bool]:
     world = job.world
     with world.ending(), world.step(f"looking for the name of the run in {job.catalog.root}") as step:
         looks = world.rank == 0 or not job.catalog.shared
-        step.answer([world.node, name.read() if looks else "", new_token()])
+        new = new_token() if world.rank == 0 else ""
+        step.answer([world.node, name.read() if looks else "", new])
     hosts = [host for host, *_ in step.answers]
     run = next((known for _, known, _ in step.answers if known), step.answers[0][2])
     writer = hosts.index(world.node) if job.options.shared is False else 0
@@ -101,7 +101,7 @@ class RunName:
             except CheckpointError:
                 return None
         run = metadata.get(_RUN, "")
-        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if _NAME.fullmatch(run) else None
+        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if NAME.fullmatch(run) else None
 
 
 class _StoredName(NamedTuple):

@@ -18,6 +18,7 @@ from fastload.ext.memory.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.ext.memory.target import HostPart, MemoryTarget, Published
 from fastload.formats.names import RECORD_NAME
 from fastload.report import SaveRankReport, SaveReport
+from fastload.saving.agree import SaveAgreement
 from fastload.saving.background import FinishedSave
 from fastload.saving.call import SaveCall
 from fastload.saving.per_rank import PerRankFiles
@@ -71,36 +72,48 @@ def finish(call: TierSaveCall, begun: BegunSave) -> FinishedSave:
     Raises:
         FastloadError: The checkpoint exists on no host; the same error on all ranks.
     """
-    world, target = call.world, call.target
     with finishing(call, begun) as agreed:
-        # Blocks that begin in the share are written completely, so that they can be verified.
-        share = replace(begun.plan.share, tails=frozenset())
-        plan = replace(begun.plan, share=share)
-        copies = plan_copies(call.directories, world.rank, call.num_copies)
-        names = [file.name for file in plan.state.layout.files]
-        target.expect(_host_part(call, plan, copies, names))
-        written = write(call, plan, begun.snapshot)
-        if copies.num_hosts > 1 and call.num_copies > 1:
-            send_copies(world, call.what, target, copies, share.parts, names)
-
-        own, began = PerRankFiles(), time.perf_counter()
-        with world.step(f"{call.what}: publishing") as publishing:
-            if world.rank == plan.group.leader:
-                own = commit(call, plan, written, agreed)
-                assert target.published is not None
-                publishing.answer(attach=_pack(target.published))
-        small_names, *contents = split_parts(publishing.attachment)
-        small_files = dict(zip(json.loads(small_names), contents, strict=True))
-        nbytes, table = plan.state.layout.nbytes, small_files[TABLE_NAME]
-        manifest = _host_manifest(call, nbytes, table, copies).to_bytes()
-        with world.step(f"{call.what}: recording") as recording:
-            if copies.leads:
-                call.job.record(call.name, list(small_files.items()), manifest)
-            recording.answer(published_response(call, begun, plan, written, own, began))
+        call.observers.begin(agreed.hosts)
+        try:
+            with call.observers.ending("save", call.began):
+                plan, copies, responses = _write(call, begun, agreed)
+        finally:
+            call.observers.close({"what": call.what, "nbytes": begun.plan.state.layout.nbytes})
     if copies.leads:
         call.job.retire(call.name)
-    responses = recording.answers
     return finished_save(call, _report(call, plan, copies, responses), responses)
+
+
+def _write(
+    call: TierSaveCall, begun: BegunSave, agreed: SaveAgreement
+) -> tuple[SavePlan, CopyPlan, Sequence[dict[str, Any]]]:
+    """Writes, copies and commits; returns what this rank wrote, the copies, and the answers of all ranks."""
+    world, target = call.world, call.target
+    # Blocks that begin in the share are written completely, so that they can be verified.
+    share = replace(begun.plan.share, tails=frozenset())
+    plan = replace(begun.plan, share=share)
+    copies = plan_copies(call.directories, world.rank, call.num_copies)
+    names = [file.name for file in plan.state.layout.files]
+    target.expect(_host_part(call, plan, copies, names))
+    written = write(call, plan, begun.snapshot)
+    if copies.num_hosts > 1 and call.num_copies > 1:
+        send_copies(world, call.what, target, copies, share.parts, names)
+
+    own, began = PerRankFiles(), time.perf_counter()
+    with world.step(f"{call.what}: publishing") as publishing:
+        if world.rank == plan.group.leader:
+            own = commit(call, plan, written, agreed)
+            assert target.published is not None
+            publishing.answer(attach=_pack(target.published))
+    small_names, *contents = split_parts(publishing.attachment)
+    small_files = dict(zip(json.loads(small_names), contents, strict=True))
+    nbytes, table = plan.state.layout.nbytes, small_files[TABLE_NAME]
+    manifest = _host_manifest(call, nbytes, table, copies).to_bytes()
+    with world.step(f"{call.what}: recording") as recording:
+        if copies.leads:
+            call.job.record(call.name, list(small_files.items()), manifest)
+        recording.answer(published_response(call, begun, plan, written, own, began))
+    return plan, copies, recording.answers
 
 
 def _report(

@@ -15,7 +15,7 @@ import xxhash
 
 from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join, separate_call
-from fastload.comm.observers import observe
+from fastload.comm.observers import Observers, observe
 from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError, may_be_gone
 from fastload.ext.memory.flush import EmergencyFlush, flush
@@ -63,7 +63,6 @@ class MemorySave:
         Task(lambda: self._run(work), "fastload-memory").start()
 
     def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -85,7 +84,7 @@ class MemorySave:
 
 @dataclass(frozen=True)
 class FoundInMemory:
-    """An in-memory checkpoint; a `Found`.
+    """An in-memory checkpoint; members are as in `Found`.
 
     Attributes:
         checkpoint: The checkpoint.
@@ -100,28 +99,23 @@ class FoundInMemory:
 
     @property
     def point(self) -> Point:
-        """Position in the history of the run."""
         return self.checkpoint.manifest.point
 
     @property
     def problem(self) -> str:
-        """Names the number of missing shares; empty if there are all."""
         return self.checkpoint.problem
 
     @property
     def lineage(self) -> Lineage:
-        """Shows whether the run went on without it."""
         return self.checkpoint.manifest.lineage
 
     def load(self, arguments: Mapping[str, Any]) -> Any:
-        """Loads it on all ranks, with arguments of `fastload.load`; raises as `restore.load`."""
         given = dict(arguments)
         group, options = given.pop("process_group"), given.pop("options")
         given.pop("storage_options")
         return load(group, self.folder, self.checkpoint, options, given)
 
     def blames(self, error: BaseException) -> bool:
-        """Whether an error shows damage, or that the checkpoint is gone."""
         return may_be_gone(error)
 
 
@@ -254,7 +248,7 @@ class MemoryTier:
             storage_options=None,
             options=_options_in_memory(self._job.options),
             raise_earlier=None,
-            observers=observe(world, None),
+            observers=Observers(),
             began=began,
             problem=problem,
             pool=self._buffers,
@@ -269,6 +263,7 @@ class MemoryTier:
         errors: list[BaseException] = []
         begun: BegunSave | None = None
         try:
+            call = replace(call, observers=observe(world, None))
             begun = begin(call, state)
         except Exception as error:  # `begin` has notified the other ranks; the training continues
             errors.append(error)
@@ -334,7 +329,7 @@ class MemoryTier:
             raise StorageError("with shared=False each host has its own copy there", url=job.catalog.root.url)
         flush(world, self._folder, chosen, partial(job.catalog.target, chosen.step), job.options)
         self._flushed = chosen.manifest.point
-        level = logging.WARNING if world.rank == 0 else logging.DEBUG
+        level = logging.INFO if world.rank == 0 else logging.DEBUG
         _log.log(level, "step %d was flushed from memory to storage", chosen.step)
 
     def _choose(self, checkpoints: Sequence[InMemoryCheckpoint]) -> str:

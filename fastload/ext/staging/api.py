@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
 from fastload.errors import CheckpointExists, OptionError
 from fastload.ext.staging.stage import Stage
@@ -19,6 +20,7 @@ from fastload.storage import local_directory, locate, name_of
 Path = str | os.PathLike[str]
 
 
+@short_tracebacks
 def stage(
     src: Path,
     dst: Path,
@@ -82,8 +84,12 @@ def stage(
 
 def _copies(access: Access, path: str) -> list[tuple[Access, str]]:
     """Returns what is staged, and where to: first the bases of a delta, next to its copy."""
-    parts = access.parts or (access,)
-    bases = [part.stored.delta.base for part in parts if part.stored.delta is not None]
+    parts = access.components or (access,)
+    bases = [part.stored.delta.base for part in parts[:-1] if part.stored.delta is not None]
+    if len(bases) < len(parts) - 1:
+        raise OptionError(
+            f"{access.stored.url}: a layer made it of {len(parts)} checkpoints: stage each of them"
+        )
     paths = [path, *(os.path.join(os.path.dirname(path), base) for base in bases)]
     if len(set(paths)) < len(paths):
         raise OptionError(

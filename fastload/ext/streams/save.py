@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view, round_up
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
@@ -29,6 +30,7 @@ _PIECE_BYTES = 32 << 20
 _LOCAL = "_local_tensor"  # of a DTensor, as torch's protocol of tensor subclasses names it
 
 
+@short_tracebacks
 def save_stream(
     tensors: Iterable[tuple[str, Tensor]],
     path: str | os.PathLike[str],

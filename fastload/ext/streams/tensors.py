@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fastload.base.devices import follow, is_accelerator, record_use, synchronize
 from fastload.base.memory import allocate, allocate_staging
-from fastload.base.threads import Task
+from fastload.base.threads import Task, raise_first
+from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -45,6 +46,7 @@ _NUM_BYTES = "Q"
 BoxSelection = Mapping[str, Box | Sequence[Box]]
 
 
+@short_tracebacks
 class TensorStream(Iterator[tuple[str, Tensor]]):
     """Pairs of a name and a tensor; made by `Checkpoint.tensors`, for all ranks to iterate over.
 
@@ -187,7 +189,7 @@ def _map_files(opened: Opened, device: torch.device | str | None) -> MappedFiles
     """
     access, manifest = opened.access, opened.access.stored
     indexes = {entry.file for entry in manifest.tensors if entry.nbytes}
-    is_plain = access.holders is None and not manifest.guards and not any(e.pieces for e in manifest.tensors)
+    is_plain = access.supply is None and not manifest.guards and not any(e.pieces for e in manifest.tensors)
     if (
         opened.block_bytes
         or not is_plain
@@ -210,6 +212,21 @@ def _map_here(access: Access, indexes: Iterable[int]) -> MappedFiles | None:
             return None
         mapped[index] = file
     return MappedFiles(mapped)
+
+
+@dataclass(frozen=True)
+class _Streamed(Job):
+    """A transfer whose rounds have been run.
+
+    Attributes:
+        errors: Why they have ended early; emptied.
+    """
+
+    errors: list[BaseException]
+
+    def run(self) -> None:
+        """Raises the first error, if there is one."""
+        raise_first(self.errors)
 
 
 class StreamTransfer:
@@ -287,7 +304,9 @@ class StreamTransfer:
                     errors.append(error)
                 if self._cause is not None:
                     errors.insert(0, self._cause)
-                self._session.finish(self._job, errors)
+                job = self._job
+                streamed = _Streamed(job.matched, job.bytes_wanted, job.writer, job.pipeline, errors)
+                self._session.run(streamed)
         finally:
             self._is_over = True
             self._stream_buffer.close()

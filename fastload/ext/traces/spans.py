@@ -15,7 +15,8 @@ from fastload.base.stopwatch import Stopwatch
 
 _MAX_SPANS = 2_000_000  # of all ranks together
 _MOST_SPANS, _LEAST_SPANS = 50_000, 256  # of one rank
-_WHOLES = ("load", "save")
+WHOLES = ("load", "save")
+"""Stages that others are parts of."""
 
 
 class Span(NamedTuple):
@@ -126,7 +127,7 @@ def chrome_events(
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": _title(rank, trace)}}
         yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
         stages = dict.fromkeys(
-            span.stage for span in sorted(trace.spans, key=lambda span: span.stage not in _WHOLES)
+            span.stage for span in sorted(trace.spans, key=lambda span: span.stage not in WHOLES)
         )
         thread = 0
         for stage in stages:

@@ -11,13 +11,13 @@ import click
 import numpy as np
 from rich.filesize import decimal
 
-from fastload.cli.figures import DASHED, GRID, INK, PNG, new_figure, save_png
+from fastload.cli.console import DASHED, GRID, INK, PNG, new_figure, save_png
 from fastload.errors import FastloadError
+from fastload.ext.traces.spans import WHOLES
 
 Intervals = list[tuple[float, float]]
 """Begin and end in seconds, ascending, without overlaps."""
 
-_WHOLE = ("load", "save")
 _STAGE_COLOURS = {
     "read": "#1d6fa5",
     "exchange": "#f2a541",
@@ -157,7 +157,7 @@ def _rows(events: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         end = begin + event["dur"] / 1e6
         rank, stage = event["pid"], event["name"]
         ends[rank] = max(ends[rank], end)
-        if stage not in _WHOLE:
+        if stage not in WHOLES:
             stages[rank].setdefault(stage, []).append((begin, end))
     for rank, found in stages.items():
         order = [stage for stage in _STAGES if stage in found] + sorted(set(found) - set(_STAGES))

@@ -31,6 +31,7 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 import fastload
+from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.values import BYTES_IO
@@ -45,6 +46,7 @@ _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")
 _RESOLVING = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
+@short_tracebacks
 class Reader(DcpStorage, StorageReader):
     """A storage for `dcp.load`: reads whatever `fastload.load` loads, directories that dcp wrote included.
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import fastload
+from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
 from fastload.formats.names import DCP_NAMES
 from fastload.formats.values import BYTES_IO
@@ -39,6 +40,7 @@ from fastload.storage.process import warn_once
 _log = logging.getLogger(__name__)
 
 
+@short_tracebacks
 class Writer(DcpStorage, StorageWriter):
     """A storage for `dcp.save` and `dcp.async_save`: makes the checkpoint that `fastload.save` would make.
 

@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from fastload.base.units import format_duration
-from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
-from fastload.cli.figures import PNG
+from fastload.cli.console import PNG, csv_option, json_option, print_csv, print_json, stdout, table_of
 from fastload.errors import OptionError
+from fastload.planning import cadence as theory
+from fastload.planning.cadence import Recommendation, Tier, Tiers
 from fastload.planning.commands.options import (
     COUNT,
     FRACTION,
@@ -24,8 +25,6 @@ from fastload.planning.commands.options import (
 )
 from fastload.planning.commands.pictures import draw_ettr
 from fastload.planning.sizing import overhead, topology
-from fastload.training import cadence as theory
-from fastload.training.cadence import Recommendation, Tier, Tiers
 
 _NUM_MORE_HOSTS = 3  # lost beyond those that copies certainly survive
 

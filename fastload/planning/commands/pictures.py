@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fastload.base.units import format_duration
-from fastload.cli.figures import DASHED, GRID, INK, MUTED, new_figure, save_png
-from fastload.training.cadence import Recommendation, Tier, ettr
+from fastload.cli.console import DASHED, GRID, INK, MUTED, new_figure, save_png
+from fastload.planning.cadence import Recommendation, Tier, ettr
 
 _CURVE, _BEST, _TOO_OFTEN = "#1f6feb", "#d1480b", "#8c959f"
 _MARKERS = {"Young": ("o", 17), "Daly": ("D", 11)}  # concentric if they coincide

@@ -26,12 +26,12 @@ from fastload.comm.group import join, rank_in, separate_call
 from fastload.comm.launch import initialize
 from fastload.comm.world import World
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
+from fastload.ext.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import CONFIG_NAME, INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
-from fastload.formats.state import leaves, optimizer_states, own_view, raise_refused
-from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
+from fastload.formats.state import leaves, optimizer_tensors, own_view, raise_refused
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.box import Box, row_major, runs_of
 from fastload.geometry.dtensors import is_dtensor, local_parts
@@ -153,9 +153,9 @@ def convert(
         if companions:
             click.echo(f"{'copied, too' if copied else 'not copied'}: {shown(', '.join(companions))}")
         if to == "hf":
-            left_out = optimizer_states(checkpoint.manifest.structure) if not names else {}
-            for name, states in sorted(left_out.items()):
-                number = count(len(states), "tensor")
+            left_out = {} if names else optimizer_tensors(checkpoint.manifest.structure).stored
+            for name, stored in left_out.items():
+                number = count(len(stored), "tensor")
                 click.echo(f"left out: the optimizer {shown(name)} ({number}); --names '*' takes everything")
             if CONFIG_NAME not in companions:
                 click.echo(f"no {CONFIG_NAME}, without which it is no model: --config-from DIR copies one")
@@ -250,7 +250,7 @@ def load_weights(
 
     Raises:
         MismatchError: A name or pattern selects nothing.
-        OptionError: Two tensors would have the same name, or there is no such dtype.
+        OptionError: No tensor is left, or two would have the same name, or there is no such dtype.
         FastloadError: As for `fastload.load`.
     """
     manifest, cast = checkpoint.manifest, parse_dtype(dtype)
@@ -260,18 +260,22 @@ def load_weights(
         {saved.stored for saved in leaves(manifest.structure) if saved.is_text} if manifest.structure else ()
     )
     wanted: dict[str, TensorEntry] = {}
-    left_out = set(texts)
+    left_out, names_left_out = set(texts), set[str]()
     if not names and manifest.structure is not None:
-        optimizers = optimizer_states(manifest.structure).values()
-        left_out |= {saved.stored for states in optimizers for saved in states}
+        optimizers = optimizer_tensors(manifest.structure)
+        left_out, names_left_out = left_out.union(*optimizers.stored.values()), optimizers.names
     for name, saved in selection.chosen.items():
         entry, new = manifest.by_name[saved.stored], name.removeprefix(strip)
-        if entry.name in left_out:
+        if entry.name in left_out or name in names_left_out:
             continue
         left_out.add(entry.name)
         if new in wanted:
             raise OptionError(f"--strip {strip!r}: two tensors would be called {new!r}")
         wanted[new] = entry
+    if not wanted:
+        raise OptionError(
+            f"{manifest.url}: without the states of optimizers it has no tensors: choose some by --names"
+        )
     mesh = _mesh()
     tensors = {name: _empty(entry, mesh, (), cast) for name, entry in wanted.items()}
     boxes = {entry.name: local_parts(tensors[name]) for name, entry in wanted.items()}

@@ -350,4 +350,4 @@ def _root_certificates(client: Mapping[str, Any], profile: Mapping[str, Any]) ->
         with open(os.path.expanduser(path)) as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read the certificates in {path}: {error}") from error
+        raise OptionError(f"cannot read the certificates in {path}: {error}") from None

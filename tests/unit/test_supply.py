@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
-from fastload.transfer.routed_plan import HeldRange, Holders, RoutedPlan, RoutedView, plan_routes
+from fastload.transfer.routed_plan import RoutedPlan, RoutedView, SuppliedRange, Supply, plan_routes
+from tests.drawn import draws
 from tests.unit.test_routes import Want, everything, jobs, run
 
 BLOCK_BYTES = 16
 
 
-def drawn_holders(data: st.DataObject, tensors: list[ByteRange], num_ranks: int) -> Holders:
+def drawn_supply(data: st.DataObject, tensors: list[ByteRange], num_ranks: int) -> Supply:
     """Of each block some ranks, at least one."""
     some = st.sets(st.integers(0, num_ranks - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
     kinds = data.draw(st.lists(some, min_size=1, max_size=3))
@@ -23,22 +24,22 @@ def drawn_holders(data: st.DataObject, tensors: list[ByteRange], num_ranks: int)
         for begin in range(0, extent.nbytes, BLOCK_BYTES):
             end = min(begin + BLOCK_BYTES, extent.nbytes)
             ranks = data.draw(st.sampled_from(kinds))
-            held.append(HeldRange(extent.file, extent.offset + begin, end - begin, ranks))
-    return Holders(tuple(sorted(held)))
+            held.append(SuppliedRange(extent.file, extent.offset + begin, end - begin, ranks))
+    return Supply(tuple(sorted(held)))
 
 
-def read_by_holders(plan: RoutedPlan, num_ranks: int) -> None:
-    assert plan.holders is not None
+def read_by_suppliers(plan: RoutedPlan, num_ranks: int) -> None:
+    assert plan.supply is not None
     for rank in range(num_ranks):
         routes = RoutedView(plan, rank)
         for index in range(plan.num_rounds):
             for file, offset, nbytes, _ in routes.reads(index):
-                held = list(plan.holders.within(file, offset, offset + nbytes))
+                held = list(plan.supply.within(file, offset, offset + nbytes))
                 assert sum(one.nbytes for one in held) == nbytes
                 assert all(rank in one.ranks for one in held)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(jobs(), st.integers(16, 60), st.data())
 def test_each_byte_is_read_once_by_a_rank_that_has_it(
     job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
@@ -46,17 +47,17 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
     tensors, wants, _ = job
     num_ranks = len(wants)
     sharing = SharingGroups(tensors, RankRequests.join([RankRequest.of(want) for want in wants]), BLOCK_BYTES)
-    holders = drawn_holders(data, tensors, num_ranks)
-    assert holders.lacking(tensors) == 0
+    supply = drawn_supply(data, tensors, num_ranks)
+    assert supply.lacking(tensors) == 0
     plan = plan_routes(
         sharing,
-        holders.ranks or (0,),
+        supply.ranks or (0,),
         order=range(num_ranks),
         staging_bytes=1 << 24,
         chunk_bytes=chunk_bytes,
-        holders=holders,
+        supply=supply,
     )
-    read_by_holders(plan, num_ranks)
+    read_by_suppliers(plan, num_ranks)
     read, arrived = run(plan, range(num_ranks), {})
     assert set(read.values()) <= {1}
     assert sum(read.values()) == sharing.total_bytes
@@ -69,9 +70,9 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
     lacking = [(index, broken) for index in range(plan.num_rounds)]
     rest = plan.without({broken}, lacking, plan.num_rounds)
     if rest is None:
-        assert any(held.ranks == (broken,) for held in holders.ranges)
+        assert any(held.ranks == (broken,) for held in supply.ranges)
         return
-    read_by_holders(rest, num_ranks)
+    read_by_suppliers(rest, num_ranks)
     _, first = run(plan, range(num_ranks), {broken: 0})
     _, more = run(rest, range(num_ranks), {})
     for want, one, other in zip(wants, first, more, strict=True):
@@ -80,10 +81,10 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
 
 def test_what_nobody_has_is_told() -> None:
     tensors = [ByteRange(0, 0, 64), ByteRange(1, 10, 32)]
-    holders = Holders((HeldRange(0, 0, 32, (0,)), HeldRange(1, 10, 32, (1,))))
-    assert holders.lacking(tensors) == 32
-    assert holders.lacking(tensors[1:]) == 0
-    assert holders.ranks == (0, 1)
+    supply = Supply((SuppliedRange(0, 0, 32, (0,)), SuppliedRange(1, 10, 32, (1,))))
+    assert supply.lacking(tensors) == 32
+    assert supply.lacking(tensors[1:]) == 0
+    assert supply.ranks == (0, 1)
 
 
 def test_no_rank_gets_more_at_a_time_than_its_link_takes() -> None:
@@ -97,16 +98,20 @@ def test_no_rank_gets_more_at_a_time_than_its_link_takes() -> None:
             by_columns = Runs(rank * column, column, ((rows, row_bytes),))
             runs = by_columns if number % 2 else Runs(rank * part, part, ())
             wants[4 + rank].append((number, (runs,)))
-    holders = Holders(
-        tuple(HeldRange(0, each.offset + rank * part, part, (rank,)) for each in tensors for rank in range(4))
+    supply = Supply(
+        tuple(
+            SuppliedRange(0, each.offset + rank * part, part, (rank,))
+            for each in tensors
+            for rank in range(4)
+        )
     )
     plan = plan_routes(
         SharingGroups(tensors, RankRequests.join([RankRequest.of(want) for want in wants]), 4096),
-        holders.ranks,
+        supply.ranks,
         order=range(8),
         staging_bytes=1 << 24,
         chunk_bytes=part,
-        holders=holders,
+        supply=supply,
     )
     views = [plan.view(rank) for rank in range(8)]
     for index in range(plan.num_rounds):

@@ -18,14 +18,14 @@ from typing import IO, Any, TypeVar
 from fastload.base.memory import round_up
 from fastload.base.threads import in_threads, within
 from fastload.errors import OptionError
+from fastload.ext.remote.obstore import ObjectStorage, StoreSettings
+from fastload.ext.remote.s3_settings import is_on, new_session
 from fastload.options import Patience
 from fastload.storage.base import Names
 from fastload.storage.location import Location
 from fastload.storage.object_target import Keys
-from fastload.storage.obstore import ObjectStorage, StoreSettings
 from fastload.storage.process import making_client
 from fastload.storage.retry import patiently
-from fastload.storage.s3_settings import is_on, new_session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def make_client(url: str, settings: StoreSettings, trusted: str | None, *, attem
                 aws_session_token=keys[2],
             )
     except ValueError as error:  # the base of some errors of botocore
-        raise OptionError(f"cannot open {url}: {error}") from error
+        raise OptionError(f"cannot open {url}: {error}") from None
     _add(made, s3.object_parameters(), client.get("default_headers") or {})
     return made
 

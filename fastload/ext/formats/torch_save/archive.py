@@ -1,4 +1,4 @@
-"""Zip archives as torch.save writes them: reads the directory, and writes headers and directory.
+"""The directories of zip archives, as torch.save writes them.
 
 A directory is checked against itself and the size of the archive: records do not overlap and are within it,
 each name is unique, nothing is encrypted. So no record costs more than the bytes of the archive.
@@ -7,7 +7,7 @@ each name is unique, nothing is encrypted. So no record costs more than the byte
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from fastload.base.threads import in_threads
@@ -15,21 +15,19 @@ from fastload.errors import ManifestError
 from fastload.formats.reading import ReadRange
 from fastload.formats.untrusted import show
 
-_END = struct.Struct("<4s4H2LH")
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR_64 = struct.Struct("<4sLQL")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
-_WIDE, _PADDING = struct.Struct("<2H2Q"), struct.Struct("<2sH")
-_VERSION = 45  # of the zip format: with sizes of 64 bits
-_EPOCH = 0x21  # the first of January 1980, before which zip knows no time
-_FULL_2, _FULL_4 = 0xFFFF, 0xFFFFFFFF
+END = struct.Struct("<4s4H2LH")
+END_64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR_64 = struct.Struct("<4sLQL")
+ENTRY = struct.Struct("<4s6H3L5H2L")
+LOCAL = struct.Struct("<4s5H3L2H")
+PADDING = struct.Struct("<2sH")
+_FULL_2, FULL_4 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIBED_AFTER = 0x2041, 0x8  # flags
 TAIL_BYTES = 64 << 10
 """Bytes that are read at first, from the end of an archive."""
 _MAX_COMMENT_BYTES = 0xFFFF
 _MAX_DIRECTORY_BYTES = 1 << 30
-_ALIGNMENT = 64  # of the data in what torch writes
+ALIGNMENT = 64  # of the data in what torch writes
 
 
 class ZipRecord(NamedTuple):
@@ -87,7 +85,7 @@ def read_directory(
     Raises:
         ManifestError: It is no archive, or not as torch.save writes it.
     """
-    if nbytes < _END.size:
+    if nbytes < END.size:
         raise ManifestError(f"{where}: {nbytes} bytes are too few for a zip archive")
     begin = max(0, nbytes - TAIL_BYTES)
     tail = read(begin, nbytes - begin)
@@ -113,14 +111,14 @@ def read_directory(
 
 def _find(read: ReadRange, tail: bytes, begin: int) -> tuple[int, int, int]:
     """Returns begin, length and number of entries of the directory."""
-    at = len(tail) - _END.size
-    while at + _END.size + _comment_length(tail, at) != len(tail):
+    at = len(tail) - END.size
+    while at + END.size + _comment_length(tail, at) != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at + 3)
-        if at < max(0, len(tail) - _END.size - _MAX_COMMENT_BYTES):
+        if at < max(0, len(tail) - END.size - _MAX_COMMENT_BYTES):
             raise ValueError("it has no end record: perhaps it is cut off")
-    _, disk, first_disk, here, count, length, start, _ = _END.unpack_from(tail, at)
+    _, disk, first_disk, here, count, length, start, _ = END.unpack_from(tail, at)
     end = begin + at
-    if start + length != end or _FULL_2 in (here, count) or _FULL_4 in (length, start):
+    if start + length != end or _FULL_2 in (here, count) or FULL_4 in (length, start):
         end, disk, first_disk, here, count, length, start = _find_64(read, end)
     if disk or first_disk or here != count:
         raise ValueError("it is in several parts")
@@ -131,16 +129,16 @@ def _find(read: ReadRange, tail: bytes, begin: int) -> tuple[int, int, int]:
 
 def _comment_length(tail: bytes, at: int) -> int:
     """Returns the length of the comment after an end record; -1 without an end record."""
-    return int(_END.unpack_from(tail, at)[-1]) if tail.startswith(b"PK\5\6", at) else -1
+    return int(END.unpack_from(tail, at)[-1]) if tail.startswith(b"PK\5\6", at) else -1
 
 
 def _find_64(read: ReadRange, end: int) -> tuple[int, ...]:
-    at = end - _LOCATOR_64.size - _END_64.size
+    at = end - LOCATOR_64.size - END_64.size
     if at < 0:
         raise ValueError("its directory is not where the end record says")
     both = read(at, end - at)
-    sign, _, _, _, disk, first_disk, here, count, length, start = _END_64.unpack_from(both)
-    locator, first, place, _ = _LOCATOR_64.unpack_from(both, _END_64.size)
+    sign, _, _, _, disk, first_disk, here, count, length, start = END_64.unpack_from(both)
+    locator, first, place, _ = LOCATOR_64.unpack_from(both, END_64.size)
     if sign != b"PK\6\6" or locator != b"PK\6\7" or first or place != at:
         raise ValueError("its directory is not where the end record says")
     return at, disk, first_disk, here, count, length, start
@@ -149,10 +147,10 @@ def _find_64(read: ReadRange, end: int) -> tuple[int, ...]:
 def _entries(text: bytes, count: int) -> Iterator[_Entry]:
     at, names = 0, set[str]()
     while at < len(text):
-        sign, _, _, flags, method, _, _, _, stored, nbytes, *lengths, disk, _, _, header = _ENTRY.unpack_from(
+        sign, _, _, flags, method, _, _, _, stored, nbytes, *lengths, disk, _, _, header = ENTRY.unpack_from(
             text, at
         )
-        at += _ENTRY.size
+        at += ENTRY.size
         end = at + sum(lengths)
         if sign != b"PK\1\2" or end > len(text):
             raise ValueError("an entry of its directory is malformed")
@@ -174,14 +172,14 @@ def _entries(text: bytes, count: int) -> Iterator[_Entry]:
 
 def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
     """Returns 32-bit fields; full ones are replaced by those of the 64-bit extra field."""
-    if _FULL_4 not in fields:
+    if FULL_4 not in fields:
         return fields
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<2H", extra, at)
         if tag == 1:
             wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-            return tuple(next(wide, field) if field == _FULL_4 else field for field in fields)
+            return tuple(next(wide, field) if field == FULL_4 else field for field in fields)
         at += 4 + length
     raise ValueError("sizes of 64 bits are missing in its directory")
 
@@ -192,13 +190,13 @@ def _locate(
     """Finds the data of each record from the record after it, or else from its header."""
     records, to_read = {}, []
     for entry, after in zip(entries, [*(entry.header for entry in entries[1:]), end], strict=False):
-        least = entry.header + _LOCAL.size + len(entry.name.encode())
+        least = entry.header + LOCAL.size + len(entry.name.encode())
         if least + entry.nbytes > after:
             raise ValueError(f"{show(entry.name)} overlaps what is after it")
-        is_wide = max(entry.nbytes, entry.header) >= _FULL_4
+        is_wide = max(entry.nbytes, entry.header) >= FULL_4
         described = (24 if is_wide else 16) if entry.is_described_after else 0
         offset = after - described - entry.nbytes
-        aligned = offset % _ALIGNMENT == 0 and least <= offset < least + 2 * _ALIGNMENT
+        aligned = offset % ALIGNMENT == 0 and least <= offset < least + 2 * ALIGNMENT
         head = _head(entry, offset - least) if aligned and not exact else b""
         if not head:
             to_read.append((entry, least, after))
@@ -225,72 +223,19 @@ def _head(entry: _Entry, nbytes: int) -> bytes:
     Returns:
         The bytes; empty if torch writes nothing of this length.
     """
-    wide = [entry.nbytes, 0] if entry.nbytes >= _FULL_4 else []  # the other length comes after the data
-    wide += [entry.header] if entry.header >= _FULL_4 else []
+    wide = [entry.nbytes, 0] if entry.nbytes >= FULL_4 else []  # the other length comes after the data
+    wide += [entry.header] if entry.header >= FULL_4 else []
     sizes = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     filling = nbytes - len(sizes) - 4
     if filling < 0:
         return b""
-    return entry.name.encode() + sizes + _PADDING.pack(b"FB", filling) + b"Z" * filling
+    return entry.name.encode() + sizes + PADDING.pack(b"FB", filling) + b"Z" * filling
 
 
 def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
     name = entry.name.encode()
-    header = read(entry.header, _LOCAL.size + len(name))
-    sign, *_, name_length, extra_length = _LOCAL.unpack_from(header)
-    if sign != b"PK\3\4" or name_length != len(name) or header[_LOCAL.size :] != name:
+    header = read(entry.header, LOCAL.size + len(name))
+    sign, *_, name_length, extra_length = LOCAL.unpack_from(header)
+    if sign != b"PK\3\4" or name_length != len(name) or header[LOCAL.size :] != name:
         raise ValueError(f"{show(entry.name)} is not where the directory says")
     return least + int(extra_length)
-
-
-# Writing
-
-
-def place(name: str, header: int, nbytes: int) -> ZipRecord:
-    """Returns a record at an offset, with its data aligned as by torch.
-
-    Args:
-        name: Its name.
-        header: Where its local header begins.
-        nbytes: Length of its data.
-    """
-    least = header + _LOCAL.size + len(name) + _PADDING.size + (_WIDE.size if nbytes >= _FULL_4 else 0)
-    return ZipRecord(name, header, -(-least // _ALIGNMENT) * _ALIGNMENT, nbytes)
-
-
-def local_header(record: ZipRecord, checksum: int) -> bytes:
-    """Returns the bytes from `ZipRecord.header` to its data.
-
-    Args:
-        record: The record.
-        checksum: CRC-32 of its data.
-    """
-    wide = _WIDE.pack(1, 16, record.nbytes, record.nbytes) if record.nbytes >= _FULL_4 else b""
-    rest = record.offset - record.header - _LOCAL.size - len(record.name) - len(wide) - _PADDING.size
-    extra = wide + _PADDING.pack(b"FB", rest) + b"Z" * rest
-    size = min(record.nbytes, _FULL_4)
-    about = (_VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(record.name), len(extra))
-    return _LOCAL.pack(b"PK\3\4", *about) + record.name.encode() + extra
-
-
-def directory_text(checksums: Sequence[tuple[ZipRecord, int]], start: int) -> bytes:
-    """Returns the central directory and the end records, those for 64 bits included.
-
-    Args:
-        checksums: All records, with the CRC-32 of their data.
-        start: Where it begins in the archive.
-    """
-    text = b"".join(_directory_entry(record, checksum) for record, checksum in checksums)
-    count, nbytes = len(checksums), len(text)
-    wide = _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION, _VERSION, 0, 0, count, count, nbytes, start)
-    locator = _LOCATOR_64.pack(b"PK\6\7", 0, start + nbytes, 1)
-    few, length, at = min(count, 0xFFFF), min(nbytes, _FULL_4), min(start, _FULL_4)
-    return text + wide + locator + _END.pack(b"PK\5\6", 0, 0, few, few, length, at, 0)
-
-
-def _directory_entry(record: ZipRecord, checksum: int) -> bytes:
-    is_wide = max(record.nbytes, record.header) >= _FULL_4
-    extra = struct.pack("<2H3Q", 1, 24, record.nbytes, record.nbytes, record.header) if is_wide else b""
-    size, header = (_FULL_4, _FULL_4) if is_wide else (record.nbytes, record.header)
-    about = (_VERSION, _VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(record.name), len(extra))
-    return _ENTRY.pack(b"PK\1\2", *about, 0, 0, 0, 0, header) + record.name.encode() + extra

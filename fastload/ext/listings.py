@@ -14,7 +14,7 @@ from fastload.base.units import count
 from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
 from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Delta, TensorEntry
-from fastload.formats.state import optimizer_states, own_view
+from fastload.formats.state import optimizer_tensors, own_view
 from fastload.geometry.box import row_major
 from fastload.options import LoadOptions
 from fastload.training.catalog import Catalog, Entry
@@ -44,21 +44,22 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
         "tensor", "dtype", "shape", "size", *file_head, text=("tensor", "dtype", "shape", "file")
     )
     sizes: Counter[str] = Counter()
-    optimizers = optimizer_states(manifest.structure)
-    grouped = {saved.stored for states in optimizers.values() for saved in states}
+    optimizers = optimizer_tensors(manifest.structure).stored
+    grouped = set().union(*optimizers.values())
     for entry in manifest.tensors:
         sizes[entry.dtype] += entry.nbytes
         if entry.name not in grouped:
             where = [] if is_single else [_files_of(entry, manifest)]
             shape = str(list(entry.shape))
             table.add_row(shown(entry.name), entry.dtype, shape, decimal(entry.nbytes), *where)
-    for name, states in sorted(optimizers.items()):
-        entries = [manifest.by_name[stored] for stored in {saved.stored for saved in states}]
+    for name, stored in optimizers.items():
+        entries = [manifest.by_name[tensor] for tensor in stored]
         places = sorted({_files_of(entry, manifest) for entry in entries})
         where = [] if is_single else [places[0] if len(places) == 1 else count(len(places), "file")]
         dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
         nbytes = decimal(sum(entry.nbytes for entry in entries))
-        table.add_row(f"{shown(name)}: an optimizer", dtypes, count(len(entries), "tensor"), nbytes, *where)
+        label = f"{shown(name)}: an optimizer" if name else "an optimizer"
+        table.add_row(label, dtypes, count(len(entries), "tensor"), nbytes, *where)
     print_table(table)
     numbers = Counter(entry.dtype for entry in manifest.tensors)
     for dtype, number in sorted(numbers.items()):

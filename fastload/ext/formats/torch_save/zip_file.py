@@ -14,12 +14,12 @@ import torch
 import xxhash
 
 from fastload.errors import ManifestError
+from fastload.ext.formats.torch_save.archive import ZipDirectory, ZipRecord, read_directory
+from fastload.ext.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
+from fastload.ext.formats.torch_save.unpickle import unpickle
 from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.reading import ReadRange, read_ends, reads_at_once
-from fastload.formats.torch_save.archive import ZipDirectory, ZipRecord, read_directory
-from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
-from fastload.formats.torch_save.unpickle import unpickle
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage

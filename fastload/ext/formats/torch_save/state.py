@@ -17,10 +17,7 @@ import torch
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.dtypes import NAMES
-from fastload.formats.encoder import CONTAINERS, StateEncoder, leaf_node
-from fastload.formats.state import refused_node
-from fastload.formats.torch_save.unpickle import (
+from fastload.ext.formats.torch_save.unpickle import (
     Global,
     PersistentId,
     PickledCall,
@@ -28,6 +25,9 @@ from fastload.formats.torch_save.unpickle import (
     PickledSet,
     sizes_of,
 )
+from fastload.formats.dtypes import NAMES
+from fastload.formats.encoder import CONTAINERS, StateEncoder, leaf_node
+from fastload.formats.state import refused_node
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import (
     BARE_NAME,

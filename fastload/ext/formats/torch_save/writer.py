@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +19,29 @@ import torch
 from torch import Tensor
 
 from fastload.errors import OptionError
+from fastload.ext.formats.torch_save.archive import (
+    ALIGNMENT,
+    END,
+    END_64,
+    ENTRY,
+    FULL_4,
+    LOCAL,
+    LOCATOR_64,
+    PADDING,
+    ZipRecord,
+)
+from fastload.ext.formats.torch_save.state import TYPED_STORAGES
+from fastload.ext.formats.torch_save.unpickle import pickled_calls, unpickle
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.state import leaves
-from fastload.formats.torch_save.archive import ZipRecord, directory_text, local_header, place
-from fastload.formats.torch_save.state import TYPED_STORAGES
-from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
 from fastload.geometry.box import row_major
 
 _MOST_NAMES = 20
+_WIDE = struct.Struct("<2H2Q")
+_VERSION = 45  # of the zip format: with sizes of 64 bits
+_EPOCH = 0x21  # the first of January 1980, before which zip knows no time
 _TYPED = {dtype: getattr(torch, name) for name, dtype in TYPED_STORAGES.items()}
 # Besides plain values and tensors.
 _READ_BY_TORCH = {
@@ -65,8 +79,8 @@ class TorchLayout:
         yield from ((record.offset, content) for record, content in self.small)
         sums = [(record, crc32(content)) for record, content in self.small]
         sums += [(record, checksums[name]) for name, record in self.tensors.items()]
-        yield from ((record.header, local_header(record, checksum)) for record, checksum in sums)
-        yield self.nbytes, directory_text(sums, self.nbytes)
+        yield from ((record.header, _local_header(record, checksum)) for record, checksum in sums)
+        yield self.nbytes, _directory_text(sums, self.nbytes)
 
 
 def lay_out_torch(
@@ -96,12 +110,12 @@ def lay_out_torch(
     keys = {stand_in.untyped_storage()._cdata: str(key) for key, stand_in in enumerate(stand_ins.values())}
     small, at = [], 0
     for name, content in (("data.pkl", _pickled(state, keys)), ("byteorder", b"little"), ("version", b"3\n")):
-        record = place(f"archive/{name}", at, len(content))
+        record = _place(f"archive/{name}", at, len(content))
         small.append((record, content))
         at = record.offset + record.nbytes
     tensors = {}
     for key, entry in enumerate(entries):
-        record = tensors[entry.name] = place(f"archive/data/{key}", at, entry.nbytes)
+        record = tensors[entry.name] = _place(f"archive/data/{key}", at, entry.nbytes)
         at = record.offset + record.nbytes
     return TorchLayout(tuple(small), tensors, at)
 
@@ -139,6 +153,56 @@ def _pickled(state: Any, keys: Mapping[int, str]) -> bytes:
         if str(what) not in _READ_BY_TORCH:
             raise OptionError(f"the state holds {what}, which torch.load(weights_only=True) does not read")
     return data
+
+
+def _place(name: str, header: int, nbytes: int) -> ZipRecord:
+    """Returns a record at an offset, with its data aligned as by torch.
+
+    Args:
+        name: Its name.
+        header: Where its local header begins.
+        nbytes: Length of its data.
+    """
+    least = header + LOCAL.size + len(name) + PADDING.size + (_WIDE.size if nbytes >= FULL_4 else 0)
+    return ZipRecord(name, header, -(-least // ALIGNMENT) * ALIGNMENT, nbytes)
+
+
+def _local_header(record: ZipRecord, checksum: int) -> bytes:
+    """Returns the bytes from `ZipRecord.header` to its data.
+
+    Args:
+        record: The record.
+        checksum: CRC-32 of its data.
+    """
+    wide = _WIDE.pack(1, 16, record.nbytes, record.nbytes) if record.nbytes >= FULL_4 else b""
+    rest = record.offset - record.header - LOCAL.size - len(record.name) - len(wide) - PADDING.size
+    extra = wide + PADDING.pack(b"FB", rest) + b"Z" * rest
+    size = min(record.nbytes, FULL_4)
+    about = (_VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(record.name), len(extra))
+    return LOCAL.pack(b"PK\3\4", *about) + record.name.encode() + extra
+
+
+def _directory_text(checksums: Sequence[tuple[ZipRecord, int]], start: int) -> bytes:
+    """Returns the central directory and the end records, those for 64 bits included.
+
+    Args:
+        checksums: All records, with the CRC-32 of their data.
+        start: Where it begins in the archive.
+    """
+    text = b"".join(_directory_entry(record, checksum) for record, checksum in checksums)
+    count, nbytes = len(checksums), len(text)
+    wide = END_64.pack(b"PK\6\6", END_64.size - 12, _VERSION, _VERSION, 0, 0, count, count, nbytes, start)
+    locator = LOCATOR_64.pack(b"PK\6\7", 0, start + nbytes, 1)
+    few, length, at = min(count, 0xFFFF), min(nbytes, FULL_4), min(start, FULL_4)
+    return text + wide + locator + END.pack(b"PK\5\6", 0, 0, few, few, length, at, 0)
+
+
+def _directory_entry(record: ZipRecord, checksum: int) -> bytes:
+    is_wide = max(record.nbytes, record.header) >= FULL_4
+    extra = struct.pack("<2H3Q", 1, 24, record.nbytes, record.nbytes, record.header) if is_wide else b""
+    size, header = (FULL_4, FULL_4) if is_wide else (record.nbytes, record.header)
+    about = (_VERSION, _VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(record.name), len(extra))
+    return ENTRY.pack(b"PK\1\2", *about, 0, 0, 0, 0, header) + record.name.encode() + extra
 
 
 def join_crcs(first: int, second: int, length: int) -> int:

@@ -12,12 +12,12 @@ import xxhash
 
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
+from fastload.ext.formats.torch_save.archive import ZipRecord
+from fastload.ext.formats.torch_save.state import StorageRef, encode_pickle
+from fastload.ext.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
+from fastload.ext.formats.torch_save.zip_file import manifest_of
 from fastload.formats.manifest import Manifest
 from fastload.formats.reading import read_bytes, reads_at_once
-from fastload.formats.torch_save.archive import ZipRecord
-from fastload.formats.torch_save.state import StorageRef, encode_pickle
-from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
-from fastload.formats.torch_save.zip_file import manifest_of
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 

@@ -33,10 +33,10 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from fastload.base.version import __version__
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, StorageError
+from fastload.ext.remote.obstore import advice, get_range, is_transient, make_store
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, hub_blob
 from fastload.storage.location import HTTP, Location, Secrets, locate
-from fastload.storage.obstore import advice, get_range, is_transient, make_store
 
 _log = logging.getLogger(__name__)
 

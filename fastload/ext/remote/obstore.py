@@ -31,12 +31,12 @@ from obstore.store import AzureStore, HTTPStore, from_url
 from fastload.base.registry import extensions
 from fastload.base.threads import in_threads
 from fastload.errors import OptionError, StorageError
+from fastload.ext.remote.azure import url_of, wait_for_copy
+from fastload.ext.remote.s3_settings import S3Settings, is_on, resolve
 from fastload.options import Patience
-from fastload.storage.azure import url_of, wait_for_copy
 from fastload.storage.base import HEAD_BYTES, FileStat, Folder, Names, ObjectWriter, WritableStorage, is_page
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
-from fastload.storage.s3_settings import S3Settings, is_on, resolve
 
 T = TypeVar("T")
 
@@ -89,8 +89,8 @@ _NO_SUCH_RANGE = 416
 FIRST_BYTES = 256 << 10
 """Bytes to read of a file whose name is a guess: a small one completely, the header of a large one."""
 _NEAR_BYTES = 64 << 10  # what readers of headers ask for first
-_MOST_FIRSTS = 256  # files whose first bytes are kept at a time: 16 MiB of headers
-_MOST_LISTING_BYTES = 64 << 20
+_MAX_HEADS = 256  # files whose first bytes are kept at a time: 16 MiB of headers
+_MAX_LISTING_BYTES = 64 << 20
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -130,8 +130,7 @@ class StoreSettings:
             # A panic in obstore is an exception that is not an `Exception`.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            cause = secrets.clean(error) if isinstance(error, Exception) else None
-            raise OptionError(f"cannot open {self.location}: {secrets.first_line(error)}") from cause
+            raise OptionError(f"cannot open {self.location}: {secrets.first_line(error)}") from None
 
 
 def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float) -> StoreSettings:
@@ -176,7 +175,7 @@ def settings_of(url: str | PathLike[str], options: Mapping[str, Any], *, attempt
     except OptionError as error:
         raise OptionError(f"cannot open {location}: {secrets.hide(str(error))}") from None
     except Exception as error:  # of botocore: files that it cannot read, profiles that are not there
-        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from secrets.clean(error)
+        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from None
     if s3.root_certificates:
         client["root_certificate"] = s3.root_certificates
     kept = {name: value for name, value in config.items() if name not in _RESOLVED}
@@ -319,7 +318,7 @@ class ObjectStorage(WritableStorage):
         # Without retries of obstore: those of fastload know the deadline and all transient errors.
         self.store: Any = self.settings.make(retry={"max_retries": 0})
         self._known: dict[str, FileStat | None] = {}  # None: a guess that was wrong
-        self._firsts: dict[str, bytes] = {}  # what was read for metadata, for the next read of each
+        self._heads: dict[str, bytes] = {}  # what was read for metadata, for the next read of each
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
 
     def stat(self, name: str) -> FileStat | None:
@@ -348,7 +347,7 @@ class ObjectStorage(WritableStorage):
         """Returns size and version; None for a page, which some servers show for names that they lack."""
         found, first = self._stat_by_reading(name, FIRST_BYTES)
         if is_page(first[:HEAD_BYTES]):
-            self._firsts.pop(name, None)
+            self._heads.pop(name, None)
             return None
         return found
 
@@ -368,8 +367,8 @@ class ObjectStorage(WritableStorage):
                 return result.meta, next((bytes(part) for part in result.stream(min_chunk_size=1)), b"")
 
         meta, first = self._call(name, ask)
-        if len(self._firsts) < _MOST_FIRSTS:  # more take a second request
-            self._firsts[name] = first
+        if len(self._heads) < _MAX_HEADS:  # more take a second request
+            self._heads[name] = first
         return _stat(meta), first
 
     def _ask_for_stat(self, key: str) -> Any:
@@ -435,7 +434,7 @@ class ObjectStorage(WritableStorage):
 
         def get(key: str) -> bytes:
             result = obstore.get(self.store, key)
-            return bytes(result.bytes()) if result.meta["size"] <= _MOST_LISTING_BYTES else b""
+            return bytes(result.bytes()) if result.meta["size"] <= _MAX_LISTING_BYTES else b""
 
         text = self._call("", get)
         for each in extensions("listings").values():
@@ -466,7 +465,7 @@ class ObjectStorage(WritableStorage):
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return
-        first, known = self._firsts.pop(name, b""), self._known.get(name)
+        first, known = self._heads.pop(name, b""), self._known.get(name)
         if offset + nbytes <= len(first) and known is not None and version in ("", known.version):
             return self.fill(name, offset, buffers, first[offset : offset + nbytes])
 
@@ -625,7 +624,7 @@ class ObjectStorage(WritableStorage):
 
     def close(self) -> None:
         self._known.clear()
-        self._firsts.clear()
+        self._heads.clear()
 
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self._root, name) if part)

@@ -18,8 +18,8 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from fastload.errors import StorageError
+from fastload.ext.remote.s3_settings import is_on
 from fastload.options import environment
-from fastload.storage.s3_settings import is_on
 
 _from_url: Any = from_url  # its overloads need the kind of store
 _VALID = timedelta(days=1)

@@ -1,0 +1,57 @@
+"""The registry of extensions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import marshal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload.base.registry import all_extensions, extension, extensions
+from fastload.errors import OptionError
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    all_extensions.cache_clear()
+    yield
+    all_extensions.cache_clear()
+
+
+def test_packages_are_searched_once_for_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, searches = importlib.metadata.entry_points, []
+
+    def count(**asked: Any) -> Any:
+        searches.append(asked)
+        return search(**asked)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", count)
+    for kind in ("layers", "tiers", "commands", "no_such_kind"):
+        wanted = {point.name for point in search(group=f"fastload.{kind}")}
+        assert extensions(kind).keys() == wanted
+    assert len(searches) == 1
+
+
+def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("json", "pickle"):
+        info = tmp_path / f"{package}_package-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}_package\nVersion: 1.0\n")
+        points = f"loads = {package}:loads\n{package} = {package}:loads\nsame = marshal:loads\n"
+        (info / "entry_points.txt").write_text(f"[fastload.layers]\n{points}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        OptionError, match=r"'loads' of (json|pickle)_.* and 'loads' of (json|pickle)_.* have one name"
+    ):
+        extension("layers", "loads", "loading")
+    assert extension("layers", "json", "loading") is json.loads
+    assert extension("layers", "same", "loading") is marshal.loads
+
+
+def test_a_name_that_is_missing_says_what_to_install() -> None:
+    with pytest.raises(OptionError, match=r"loading needs the extension 'x', .*fastload-torch again"):
+        extension("layers", "x", "loading")
