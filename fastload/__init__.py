@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from fastload.ext.checksums.api import seal
     from fastload.ext.random_state import random_state
     from fastload.ext.redistribute import redistribute
+    from fastload.ext.serve.api import Server, serve
+    from fastload.ext.serve.peers import peers
     from fastload.ext.staging.api import stage
     from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
@@ -88,6 +90,7 @@ __all__ = [
     "SaveOptions",
     "SaveRankReport",
     "SaveReport",
+    "Server",
     "StageOptions",
     "StageRankReport",
     "StageReport",
@@ -106,6 +109,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "peers",
     "policies",
     "prefetch",
     "random_state",
@@ -114,6 +118,7 @@ __all__ = [
     "save",
     "save_stream",
     "seal",
+    "serve",
     "stage",
     "verify",
     "watch",
@@ -127,12 +132,15 @@ _EXTENSIONS = "fastload.ext."
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
+    "Server": "fastload.ext.serve.api",
     "Version": "fastload.ext.watch",
     "Watch": "fastload.ext.watch",
+    "peers": "fastload.ext.serve.peers",
     "random_state": "fastload.ext.random_state",
     "redistribute": "fastload.ext.redistribute",
     "seal": "fastload.ext.checksums.api",
     "save_stream": "fastload.ext.streams.save",
+    "serve": "fastload.ext.serve.api",
     "stage": "fastload.ext.staging.api",
     "watch": "fastload.ext.watch",
     "worker_context": "fastload.training.signals",

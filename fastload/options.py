@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from fastload.base.registry import extension
+from fastload.base.registry import extension, extensions
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
+    from fastload.formats.manifest import Manifest
+    from fastload.formats.sources import ByteSource
     from fastload.report import LoadReport, SaveReport, StageReport
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
@@ -153,8 +155,14 @@ SAVE_SETTINGS = {
     "trace": SETTINGS["trace"],
 }
 
+_OF_ONE_RANK = ("on_copy", "on_report", "progress", "sources")  # which may differ between ranks
+
 _WITH_VARIABLES = {**SETTINGS, **SAVE_SETTINGS}
 _ALL = {**_WITH_VARIABLES, "overwrite": _flag(None), "parts": _flag(False), "base": _path("checkpoint")}
+
+
+_PREFIX = "FASTLOAD_"
+_VARIABLES = {f"{_PREFIX}{name.upper()}" for name in _WITH_VARIABLES}
 
 
 def named_staging(staging_bytes: int) -> str:
@@ -165,13 +173,13 @@ def named_staging(staging_bytes: int) -> str:
 
 def _default(name: str) -> Any:
     setting = _WITH_VARIABLES[name]
-    text = os.environ.get(f"FASTLOAD_{name.upper()}")
+    text = os.environ.get(f"{_PREFIX}{name.upper()}")
     if text is None:
         return setting.default
     try:
         return setting.parse(text)
     except ValueError as error:
-        raise OptionError(f"FASTLOAD_{name.upper()}={text!r}: {error}") from None
+        raise OptionError(f"{_PREFIX}{name.upper()}={text!r}: {error}") from None
 
 
 def _setting(name: str) -> Any:
@@ -218,6 +226,12 @@ class _Options:
             is_open = value is None and getattr(type(self), name, setting.default) is None
             if not (is_open or setting.allows(value)):
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
+        if isinstance(self, LoadOptions | StageOptions):
+            sources = _sources_in_environment() if self.sources is None else self.sources
+            is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
+            if not (is_list and all(hasattr(each, "connect") for each in sources)):
+                raise OptionError(f"sources={sources!r}: must be a list of sources such as fastload.peers(…)")
+            object.__setattr__(self, "sources", tuple(sources))
         if getattr(self, "trace", None) is not None:
             extension("observers", "trace", "trace=")
         if getattr(self, "dequantize", False):
@@ -230,9 +244,17 @@ class _Options:
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that have to be the same on all ranks."""
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_ONE_RANK}
+
+
+def _sources_in_environment() -> tuple[ByteSource, ...]:
+    """Returns the sources that environment variables name."""
+    given = {name: text for name, text in environment(_PREFIX).items() if name not in _VARIABLES and text}
+    if not given:
+        return ()
+    known = extensions("sources")
+    names = [name for name in sorted(known) if f"{_PREFIX}{name.upper()}" in given]
+    return tuple(known[name].load()(given[f"{_PREFIX}{name.upper()}"]) for name in names)
 
 
 _OptionsT = TypeVar("_OptionsT", "LoadOptions", "SaveOptions", "StageOptions")
@@ -279,7 +301,7 @@ def _with_defaults_shown(options: _O) -> _O:
 class LoadOptions(_Options):
     """How to load. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
-    All ranks of a group must use the same values, except for `on_report` and `progress`.
+    All ranks of a group must use the same values, except for `sources`, `on_report` and `progress`.
 
     Attributes:
         strategy: ``auto``, ``allgather`` (each rank reads 1/N), ``broadcast`` (one rank reads) or ``direct``
@@ -307,6 +329,8 @@ class LoadOptions(_Options):
             not next to the delta; see docs/deltas.md.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
             for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
+        sources: Places that may have the bytes, and are asked before storage, such as `fastload.peers`; None
+            for those that environment variables name (``FASTLOAD_PEERS``). See docs/peers.md.
         on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
             all ranks.
         progress: Called on each rank with (bytes placed, bytes wanted) during the load.
@@ -329,6 +353,7 @@ class LoadOptions(_Options):
     dequantize: bool = _setting("dequantize")
     bases: str | os.PathLike[str] | None = _setting("bases")
     trace: str | os.PathLike[str] | None = _setting("trace")
+    sources: Sequence[ByteSource] | None = None
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -399,21 +424,56 @@ class SaveOptions(_Options):
     progress: Callable[[int, int], None] | None = None
 
 
+class CopyInProgress(Protocol):
+    """A copy that `fastload.stage` makes on this host; any thread may ask it what is there."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint that is copied."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The path that it will have."""
+        ...
+
+    @property
+    def folder(self) -> str:
+        """The directory that it is in until it is complete."""
+        ...
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The files: the name in the checkpoint, empty for a single file → the name in the directory."""
+        ...
+
+    def has(self, name: str, begin: int, end: int) -> bool:
+        """Whether a byte range of a file, by its name in the checkpoint, is there and verified."""
+        ...
+
+    def ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """Returns all byte ranges that are there and verified: disjoint (begin, end), ascending."""
+        ...
+
+
 @_with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
 class StageOptions(_Options):
     """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
-    All ranks of a group must use the same values, except for `on_report` and `progress`.
+    All ranks of a group must use the same values, except for `sources`, `on_copy`, `on_report` and
+    `progress`.
 
     Attributes:
         overwrite: Whether another checkpoint at the path is replaced.
         verify: Whether the bytes of an existing copy are read and checked, not only the sizes of its files,
             and new bytes are compared with the commit record, if the checkpoint has one.
         chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
-        bases: As in `LoadOptions`.
+        bases, sources: As in `LoadOptions`.
         write_threads: Writes in flight on each host; None chooses.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
+        on_copy: Called on one rank of each host, with the copy that it begins to make; not if there is a
+            complete one. `Server.follow` serves what is there of it.
         on_report: Called on each rank with the `StageReport` after success. An exception is raised on all
             ranks.
         progress: Called on one rank of each host with (bytes received, bytes to receive).
@@ -432,5 +492,7 @@ class StageOptions(_Options):
     write_threads: int | None = _setting("write_threads")
     retries: int = _setting("retries")
     bases: str | os.PathLike[str] | None = _setting("bases")
+    sources: Sequence[ByteSource] | None = None
+    on_copy: Callable[[CopyInProgress], None] | None = None
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

@@ -71,6 +71,8 @@ class RankReport(_RankReport):
         bytes_read: Data bytes it read from storage.
         direct_bytes_read: Data bytes it read without the page cache (O_DIRECT).
         bytes_verified: Data bytes it checked against the commit record; 0 for checkpoints without one.
+        bytes_supplied: Data bytes that came from `LoadOptions.sources` in place of storage.
+        problems: Of these sources, which have not delivered and why, separated by semicolons; else empty.
         bytes_patched: Bytes of its tensors that held a base of a delta: it read their changes only.
         header_bytes_read: Bytes of headers and indexes it read.
         bytes_received: Data bytes it received from other ranks.
@@ -95,6 +97,8 @@ class RankReport(_RankReport):
     bytes_read: int = 0
     direct_bytes_read: int = 0
     bytes_verified: int = 0
+    bytes_supplied: int = 0
+    problems: str = ""
     bytes_patched: int = 0
     header_bytes_read: int = 0
     bytes_received: int = 0
@@ -170,6 +174,11 @@ class LoadReport(_Report):
     def bytes_read(self) -> int:
         """Data bytes read from storage, over all ranks."""
         return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def bytes_supplied(self) -> int:
+        """Data bytes from `LoadOptions.sources` in place of storage, over all ranks."""
+        return sum(rank.bytes_supplied for rank in self.ranks)
 
     @property
     def bytes_verified(self) -> int:
@@ -335,6 +344,8 @@ class StageRankReport:
         leads: Whether it makes the copy of its host; the other ranks of the host wait.
         note: Why it could not read; else empty.
         bytes_read: Bytes it read from the source.
+        bytes_supplied: Bytes that came from `StageOptions.sources` in place of the source.
+        problems: Of these, which have not delivered and why, separated by semicolons; else empty.
         bytes_fed: Bytes it read from its host's copy for hosts without one.
         bytes_received: Bytes it received from other hosts.
         bytes_written: Bytes it wrote to its host's copy.
@@ -354,6 +365,8 @@ class StageRankReport:
     leads: bool
     note: str = ""
     bytes_read: int = 0
+    bytes_supplied: int = 0
+    problems: str = ""
     bytes_fed: int = 0
     bytes_received: int = 0
     bytes_written: int = 0
@@ -400,6 +413,11 @@ class StageReport(_Report):
     def bytes_read(self) -> int:
         """Bytes read from the source, over all ranks, without the headers."""
         return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def bytes_supplied(self) -> int:
+        """Bytes from `StageOptions.sources` in place of the source, over all ranks."""
+        return sum(rank.bytes_supplied for rank in self.ranks)
 
     @property
     def bytes_written(self) -> int:

@@ -108,6 +108,21 @@ class _Failing(click.Command):
         raise self._error
 
 
+def source_options(command: Command) -> Command:
+    """Adds an option for each kind of `fastload.formats.sources.ByteSource` that is installed."""
+    for name in sorted(extensions("sources")):
+        help_text = f"Sources to ask before storage; also FASTLOAD_{name.upper()}."
+        command = click.option(f"--{name}", metavar="ADDRESSES", help=help_text)(command)
+    return command
+
+
+def chosen_sources(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the option `sources` for the values of `source_options`; nothing if none is given."""
+    known = extensions("sources")
+    given = [known[name].load()(text) for name, text in values.items() if name in known and text]
+    return {"sources": given} if given else {}
+
+
 def set_rank(rank: int) -> None:
     """From now on only rank 0, and ranks that caused an error, print it; before, every process does."""
     click.get_current_context().meta[_RANK] = rank
@@ -219,6 +234,8 @@ def print_notes(report: LoadReport | StageReport) -> None:
     for own in report.ranks:
         if own.note:
             stdout().print(f"rank {own.rank} on {own.host} {own.note}")
+        if own.problems:
+            stdout().print(f"rank {own.rank} on {own.host}: {own.problems}")
 
 
 def _parse_png(text: str) -> str:

@@ -18,6 +18,7 @@ import fastload
 from fastload.base.devices import is_accelerator
 from fastload.base.units import count
 from fastload.cli.console import (
+    chosen_sources,
     json_option,
     print_json,
     print_notes,
@@ -25,6 +26,7 @@ from fastload.cli.console import (
     progress,
     seconds,
     set_rank,
+    source_options,
     stdout,
     table_of,
 )
@@ -63,6 +65,7 @@ if TYPE_CHECKING:  # it takes long to import, and only a sharded load needs it
 @json_option
 @click.option("--trace", metavar="FILE", help="Write a Chrome/Perfetto trace of all ranks into this file.")
 @click.option("--digest", is_flag=True, help="Print an xxh3 digest of the loaded tensors on each rank.")
+@source_options
 def load(
     path: str,
     device: str,
@@ -73,6 +76,7 @@ def load(
     as_json: bool,
     trace: str | None,
     digest: bool,
+    **sources: str | None,
 ) -> None:
     """Load the checkpoint at PATH on all ranks of a torchrun or srun job, and print a report.
 
@@ -92,7 +96,7 @@ def load(
     with progress(rank, shown=not as_json) as show:
         asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
         given = {name: value for name, value in asked.items() if value is not None}
-        options = fastload.LoadOptions(progress=show, **given)
+        options = fastload.LoadOptions(progress=show, **given, **chosen_sources(sources))
         if options.trace is not None:
             _require_trace(rank, options)
         with fastload.open(path, options=options) as checkpoint:
@@ -141,6 +145,7 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
     where = "in parts on" if sharded else "on each of" if len(report.ranks) > 1 else "on"
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     verified = f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""
+    supplied = f", from sources: {decimal(report.bytes_supplied)}" if report.bytes_supplied else ""
     is_for_itself = report.strategy == "direct" and len(report.ranks) > 1
     read = "read by each rank for itself" if is_for_itself else "read from storage"
     console.print(f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}")
@@ -148,6 +153,7 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
     console.print(
         f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {count(len(report.ranks), 'rank')}; "
         f"{read}: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
+        f"{supplied}"
         f"{verified}"
     )
     console.print(

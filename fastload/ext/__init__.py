@@ -14,6 +14,7 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "plan": "fastload.planning.commands.plan:plan",
         "prune": "fastload.ext.listings:prune",
         "seal": "fastload.ext.checksums.command:seal",
+        "serve": "fastload.ext.serve.command:serve",
         "size": "fastload.planning.commands.size:size",
         "stage": "fastload.ext.staging.command:stage",
         "timeline": "fastload.ext.traces.timeline:timeline",
@@ -30,6 +31,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "dequantize": "fastload.ext.quantized.layer:layer",
         "seal": "fastload.ext.checksums.seal:layer",
     },
+    "listings": {  # of HTTP servers: directories, in their answer to their URL
+        "serve": "fastload.ext.serve.listing:parse_listing",
+    },
     "ls": {  # options of that command
         "memory": "fastload.ext.memory.command:ls",
     },
@@ -41,6 +45,12 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     },
     "prune": {  # likewise
         "memory": "fastload.ext.memory.command:prune",
+    },
+    "sources": {  # of the bytes of a checkpoint, next to its storage
+        "peers": "fastload.ext.serve.peers:peers",
+    },
+    "stage": {  # followers of the copy that it makes, with options of theirs
+        "serve": "fastload.ext.serve.command:CopyServing",
     },
     "storages": {  # by the schemes of their URLs
         "hf": "fastload.ext.remote.open_hub:open_hub",

@@ -120,7 +120,15 @@ class OpenCall:
     def open_at(self, location: Location) -> Access:
         """Opens the files at a location on all ranks, without their layers; see `agree_on_access`."""
         connect = partial(self.connect, location)
-        return agree_on_access(self.world, location.url, connect, self.arguments, self.read)
+        access = agree_on_access(self.world, location.url, connect, self.arguments, self.read)
+        try:
+            storage, is_base = access.storage, location != self.location
+            for source in self.options.sources or ():
+                storage = source.connect(storage, access.stored, is_base=is_base)
+        except BaseException:
+            access.storage.close()
+            raise
+        return replace(access, storage=storage)
 
 
 def open_access(

@@ -142,19 +142,22 @@ class LoadStart(NamedTuple):
         at_s: By `time.perf_counter`.
         bytes_read: Bytes read from storage until then.
         direct_bytes_read: The part of them that bypassed the page cache.
+        bytes_supplied: Bytes that came from sources.
         cpu_s: CPU time of the process until then.
     """
 
     at_s: float
     bytes_read: int
     direct_bytes_read: int
+    bytes_supplied: int
     cpu_s: float
 
     @classmethod
     def now(cls, opened: Opened) -> LoadStart:
         """Returns the beginning of a load that begins now."""
         storage = opened.access.storage
-        return cls(time.perf_counter(), storage.bytes_read, storage.direct_bytes_read, time.process_time())
+        counted = storage.bytes_read, storage.direct_bytes_read, storage.supplied_bytes
+        return cls(time.perf_counter(), *counted, time.process_time())
 
 
 @dataclass(frozen=True)

@@ -450,6 +450,8 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         bytes_read=access.storage.bytes_read - matched.start.bytes_read,
         direct_bytes_read=access.storage.direct_bytes_read - matched.start.direct_bytes_read,
         bytes_verified=sum(job.pipeline.reader.verified.total for job in passes),
+        bytes_supplied=access.storage.supplied_bytes - matched.start.bytes_supplied,
+        problems="; ".join(access.storage.problems),
         bytes_patched=matched.match.bytes_patched,
         header_bytes_read=opened.header_bytes,
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),

@@ -123,7 +123,12 @@ class CompleteRead:
         start = LoadStart.now(self._opened)
         if self._opened.world.rank in self._plan.readers:
             self._pipeline = self._open()
-            self._pipeline.run()
+            storage = self._opened.access.storage
+            storage.skip_sources(True)
+            try:
+                self._pipeline.run()
+            finally:
+                storage.skip_sources(False)
         return replace(
             _rank_report(self._opened, start, self.reader.verified.total, self.reader.rereads.total),
             read_s=self.reader.watch.seconds,

@@ -24,6 +24,19 @@ class CheckpointReader(Storage):
     @abstractmethod
     def num_retries(self) -> int: ...
 
+    @property
+    def supplied_bytes(self) -> int:
+        """Bytes that came from sources in place of the storage; not in `bytes_read`."""
+        return 0
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A line for each part of a source that has not delivered what it was asked for."""
+        return ()
+
+    def skip_sources(self, skipped: bool) -> None:
+        """Notes whether to read from storage alone from now on, as for a verification of what is there."""
+
     @abstractmethod
     def agrees_with(self, fresh: Storage) -> bool:
         """Whether another storage, opened just now, returns the same listing and metadata as this one did.
@@ -83,6 +96,14 @@ class LayeredReader(CheckpointReader):
     def num_retries(self) -> int:
         return sum(reader.num_retries for reader in self._readers)
 
+    @property
+    def supplied_bytes(self) -> int:
+        return sum(reader.supplied_bytes for reader in self._readers)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(line for reader in self._readers for line in reader.problems)
+
     def stat(self, name: str) -> FileStat | None:
         return self._first.stat(name)
 
@@ -113,6 +134,10 @@ class LayeredReader(CheckpointReader):
     def share_reads(self, shared: bool) -> None:
         for reader in self._readers:
             reader.share_reads(shared)
+
+    def skip_sources(self, skipped: bool) -> None:
+        for reader in self._readers:
+            reader.skip_sources(skipped)
 
     def listen(self, note: Callable[[float], object]) -> None:
         for reader in self._readers:

@@ -22,6 +22,7 @@ def declared() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["cli"], *extras["hub"], *extras["plot"], *extras["remote"]]
+    lines += extras["serve"]
     found = [re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines]
     return {match[1]: match[2] for match in found if match is not None}
 

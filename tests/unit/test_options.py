@@ -40,7 +40,8 @@ CASES: list[tuple[str, str, Any, Any]] = [
 
 def test_the_table_is_complete() -> None:
     assert [case[0] for case in CASES] == list(SETTINGS)
-    assert {f.name for f in dataclasses.fields(LoadOptions)} == {*SETTINGS, "on_report", "progress"}
+    others = {"sources", "on_report", "progress"}
+    assert {f.name for f in dataclasses.fields(LoadOptions)} == {*SETTINGS, *others}
 
 
 @pytest.mark.parametrize(("name", "text", "value", "other"), CASES, ids=lambda value: str(value))
@@ -108,6 +109,9 @@ def test_bad_variables(name: str, text: str, words: str, monkeypatch: pytest.Mon
         {"retries": None},
         {"trace": ""},
         {"trace": 3},
+        {"sources": "http://host1:7070"},
+        {"sources": ["http://host1:7070"]},
+        {"sources": 7},
     ],
     ids=str,
 )

@@ -59,6 +59,8 @@ FILES = {
     "storage/local_target.py",
     "ext/memory/folder.py",
     "ext/memory/target.py",
+    "ext/serve/access.py",  # tokens
+    "ext/serve/checkpoints.py",  # what it serves
     "ext/staging/local_copy.py",
     "storage/mounts.py",  # what the system says of them
     "storage/pending.py",

@@ -28,6 +28,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, HTTPStore, from_url
 
+from fastload.base.registry import extensions
 from fastload.base.threads import in_threads
 from fastload.errors import OptionError, StorageError
 from fastload.ext.remote.azure import url_of, wait_for_copy
@@ -89,6 +90,7 @@ FIRST_BYTES = 256 << 10
 """Bytes to read of a file whose name is a guess: a small one completely, the header of a large one."""
 _NEAR_BYTES = 64 << 10  # what readers of headers ask for first
 _MAX_HEADS = 256  # files whose first bytes are kept at a time: 16 MiB of headers
+_MAX_LISTING_BYTES = 64 << 20
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
@@ -417,7 +419,8 @@ class ObjectStorage(WritableStorage):
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         if self._is_http:
-            raise StorageError("HTTP has no listing of directories", self.url)
+            listed = self._listed_by_server()
+            return {name: folder for name, folder in listed.items() if name.startswith(prefix)}
         found: dict[str, dict[str, FileStat]] = {}
         for path, about in self._call("", lambda key: self._below(key, prefix)):
             folder, _, name = path.partition("/")
@@ -425,6 +428,20 @@ class ObjectStorage(WritableStorage):
             if "/" not in name:
                 files[name] = about
         return {name: Folder(files) for name, files in sorted(found.items())}
+
+    def _listed_by_server(self) -> Mapping[str, Folder]:
+        """Returns the directories in the answer of a server to its URL, if an extension understands it."""
+
+        def get(key: str) -> bytes:
+            result = obstore.get(self.store, key)
+            return bytes(result.bytes()) if result.meta["size"] <= _MAX_LISTING_BYTES else b""
+
+        text = self._call("", get)
+        for each in extensions("listings").values():
+            parse: Callable[[bytes], Mapping[str, Folder] | None] = each.load()
+            if (found := parse(text)) is not None:
+                return found
+        raise StorageError("HTTP has no listing of directories", self.url)
 
     @property
     def _is_sorted(self) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 import click
 from rich.filesize import decimal
 
+from fastload.base.registry import extensions
 from fastload.base.units import count
 from fastload.cli.console import (
+    Command,
+    chosen_sources,
     json_option,
     print_json,
     print_notes,
@@ -16,13 +20,37 @@ from fastload.cli.console import (
     progress,
     seconds,
     set_rank,
+    source_options,
     stdout,
     table_of,
 )
 from fastload.comm.launch import initialize
 from fastload.ext.staging import api
-from fastload.options import StageOptions
+from fastload.options import CopyInProgress, StageOptions
 from fastload.report import StageReport
+
+
+class StageFollower(Protocol):
+    """Does something with the copy that ``fastload stage`` makes.
+
+    What makes it is an entry point of the group ``fastload.stage``: an object with a method ``add_options``,
+    which adds options to the command, and ``follow``, which is given their values and returns a context
+    manager of this, or of None.
+    """
+
+    def begin(self, copy: CopyInProgress) -> None:
+        """A copy begins, on the rank of its host that makes it; not if there is a complete one."""
+        ...
+
+    def end(self, report: StageReport) -> None:
+        """The copy of this rank's host is complete."""
+        ...
+
+
+def _extension_options(command: Command) -> Command:
+    for each in extensions("stage").values():
+        command = each.load().add_options(command)
+    return command
 
 
 @click.command(short_help="Copy a checkpoint to every host of a job.")
@@ -31,7 +59,9 @@ from fastload.report import StageReport
 @click.option("--overwrite", is_flag=True, help="Replace another checkpoint at DST.")
 @click.option("--no-verify", is_flag=True, help="Check only the sizes of files that are at DST already.")
 @json_option
-def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -> None:
+@source_options
+@_extension_options
+def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool, **extras: Any) -> None:
     """Copy the checkpoint at SRC to the directory DST of every host of a torchrun or srun job.
 
     DST is on a disk of each host, or in /dev/shm. SRC is read once in the whole job, and verified.
@@ -39,27 +69,40 @@ def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -
     """
     rank, _ = initialize()
     set_rank(rank)
-    with progress(rank, shown=not as_json, what="staging") as show:
-        verify: dict[str, Any] = {"verify": False} if no_verify else {}
-        options = StageOptions(overwrite=overwrite, progress=show, **verify)
-        report = api.stage(src, dst, options=options)
-    if rank == 0 and as_json:
-        print_json(report.to_dict())
-    elif rank == 0:
-        _print(report)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(each.load().follow(extras)) for each in extensions("stage").values()]
+        followers: list[StageFollower] = [follower for follower in opened if follower is not None]
+
+        def on_copy(copy: CopyInProgress) -> None:
+            for follower in followers:
+                follower.begin(copy)
+
+        with progress(rank, shown=not as_json, what="staging") as show:
+            given: dict[str, Any] = {"verify": False} if no_verify else {}
+            given |= chosen_sources(extras)
+            options = StageOptions(overwrite=overwrite, progress=show, on_copy=on_copy, **given)
+            report = api.stage(src, dst, options=options)
+        if rank == 0 and as_json:
+            print_json(report.to_dict())
+        elif rank == 0:
+            _print(report)
+        if report.ranks[rank].leads:
+            for follower in followers:
+                follower.end(report)
 
 
 def _print(report: StageReport) -> None:
     console = stdout()
     rate = report.nbytes / report.total_s if report.total_s else 0.0
+    supplied = f", from sources: {decimal(report.bytes_supplied)}" if report.bytes_supplied else ""
     console.print(
         f"{report.url}: {decimal(report.nbytes)} in {count(report.num_files, 'file')}, "
         f"at {report.path} of {count(report.num_hosts, 'host')}"
     )
     console.print(
         f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each host; "
-        f"read from there: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint; "
-        f"digest {report.digest}"
+        f"read from there: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
+        f"{supplied}; digest {report.digest}"
     )
     heads = "host", "kept", "read", "fed", "received", "written", "reading", "exchange", "writing", "total"
     table = table_of(*heads, text=("host",))

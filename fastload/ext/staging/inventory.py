@@ -94,6 +94,24 @@ class Inventory:
         """
         return list(self._runs(held, 0))
 
+    def turned(self, runs: Sequence[BlockRun], part: float) -> list[BlockRun]:
+        """Returns runs in another order: from a place on, to the end, and then from the beginning.
+
+        Args:
+            runs: The runs.
+            part: Where to begin, as a part of their bytes: from 0 to less than 1.
+        """
+        left = int(part * sum(run.nbytes for run in runs))
+        for index, run in enumerate(runs):
+            if left < run.nbytes:
+                skipped = left // self.block_bytes
+                nbytes = skipped * self.block_bytes
+                head = run._replace(nbytes=nbytes)
+                tail = BlockRun(run.first + skipped, run.file, run.offset + nbytes, run.nbytes - nbytes)
+                return [tail, *runs[index + 1 :], *runs[:index], *([head] if nbytes else ())]
+            left -= run.nbytes
+        return list(runs)
+
     def ranges(self, held: bytes | bytearray) -> dict[str, list[tuple[int, int]]]:
         """Returns the bytes of the held blocks: name of the file → disjoint (begin, end)."""
         found: dict[str, list[tuple[int, int]]] = {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -24,7 +25,7 @@ from fastload.errors import ChecksumError, ManifestError, OptionError, StorageEr
 from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.ext.staging.local_copy import LocalCopy
 from fastload.ext.staging.stock import Stock, receipt_of, take_stock
-from fastload.ext.staging.write_files import BlockCheck, FileWriter
+from fastload.ext.staging.write_files import BlockCheck, FileWriter, WritingReader
 from fastload.formats.manifest import FileEntry, Manifest, is_single_file
 from fastload.formats.names import NAMES, SAVING_NAME, SEAL_NAME, STAGED_NAME
 from fastload.formats.open import read_manifest
@@ -117,6 +118,7 @@ class Stage:
         self._began = began
         self._what = f"staging {access.stored.url} to {path}"
         self._header_bytes = access.storage.bytes_read
+        self._turn = 0.0
         # Released at the end, whatever the outcome.
         self._copy: LocalCopy | None = None
         self._stock = Stock.nothing(0)
@@ -140,7 +142,11 @@ class Stage:
             self._release()
 
     def _list(self, manifest: Manifest) -> Inventory:
-        """Lists the files to copy, as the first rank that sees them does."""
+        """Lists the files to copy, as the first rank that sees them does.
+
+        It also chooses where the copy begins: with sources, which may be others that stage, not all at once
+        where they do.
+        """
         with self._world.step(f"listing {manifest.url}") as step:
             if self._world.rank == self._access.readers[0]:
                 others = list_others(self._access.storage, self._access.stored)
@@ -148,8 +154,9 @@ class Stage:
                 # Files without versions cannot be recognized by the next attempt.
                 nonce = new_token() if any(not file.version for file in weak) else ""
                 rows = [[file.name, file.nbytes, file.version] for file in others]
-                step.answer(attach=json.dumps([rows, nonce]).encode())
-        rows, nonce = json.loads(step.attachment)
+                turn = random.random() if self._options.sources else 0.0
+                step.answer(attach=json.dumps([rows, nonce, turn]).encode())
+        rows, nonce, self._turn = json.loads(step.attachment)
         others = [FileEntry(name, nbytes, version, "") for name, nbytes, version in rows]
         block_bytes = min(_BLOCK_BYTES, self._options.chunk_bytes or _BLOCK_BYTES)
         return take_inventory(manifest, others, block_bytes=block_bytes, nonce=nonce)
@@ -179,6 +186,9 @@ class Stage:
         with world.step(f"preparing to stage to {self._path}") as step:
             if world.rank == leaders.own:
                 self._copy, self._stock = take_stock(world, inventory, self._path, self._options)
+                if self._copy is not None and self._options.on_copy is not None:
+                    stored, folder = self._access.stored, self._copy.data_path
+                    self._options.on_copy(GrowingCopy(stored, self._path, folder, inventory, self._stock))
                 place = self._copy.data_path if self._copy is not None else self._path
                 held = as_ranges(self._stock.held)
                 step.answer({"complete": self._copy is None, "held": held, "place": place})
@@ -194,7 +204,8 @@ class Stage:
                 )
         complete = tuple(rank for rank in leaders.all if stocks[rank]["complete"])
         lacking = [stocks[rank]["held"] for rank in leaders.all if not stocks[rank]["complete"]]
-        return _Missing(complete, tuple(inventory.lacking(held_by_all(lacking, len(inventory.blocks)))))
+        runs = inventory.lacking(held_by_all(lacking, len(inventory.blocks)))
+        return _Missing(complete, tuple(inventory.turned(runs, self._turn)))
 
     def _move(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> _Moved:
         """Moves the data, and agrees with all ranks that all hosts have them."""
@@ -249,7 +260,6 @@ class Stage:
             storage = PatientStorage(LocalStorage(self._path, options.io), patience)
         pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1)
         files = inventory.files if missing.complete else at_source(self._access.stored, inventory.files)
-        reader = ChunkReader(storage, files, pace=pace)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         writer = FileWriter(
             world,
@@ -260,6 +270,9 @@ class Stage:
             check=check,
             num_threads=options.write_threads or DEFAULT_WRITES,
         )
+        if options.sources and not missing.complete:
+            storage = WritingReader(storage, [file.name for file in files], writer)
+        reader = ChunkReader(storage, files, pace=pace)
         pipeline = Pipeline(world, plan, reader, writer, progress=options.progress)
         return _Job(storage, check, writer, pipeline)
 
@@ -310,6 +323,8 @@ class Stage:
             leads=world.rank == leaders.own,
             note=leaders.notes.get(world.rank, ""),
             bytes_read=self._access.storage.bytes_read - self._header_bytes,
+            bytes_supplied=self._access.storage.supplied_bytes,
+            problems="; ".join(self._access.storage.problems),
             bytes_kept=stock.kept_bytes,
             flush_s=flush_s,
             retries=self._access.storage.num_retries,
@@ -366,11 +381,54 @@ class Stage:
             job.storage.close()
             if not job.pipeline.reader.close(wait_s=min(1.0, self._world.grace_s)):
                 _log.warning("%s: a read is still under way", self._what)
+                ended &= not self._options.sources  # else it writes what it has read
         self._access.storage.close()
         ended &= self._flusher.close(wait_s=min(1.0, self._world.grace_s))
         if self._copy is not None and ended:
             # A write that hangs needs its descriptor: the number of a closed one may soon be another file's.
             (self._copy.close if any(self._stock.held) else self._copy.abort)()
+
+
+@dataclass(frozen=True)
+class GrowingCopy:
+    """A `fastload.options.CopyInProgress`; see there.
+
+    Attributes:
+        manifest: The checkpoint.
+        path: The path of the copy.
+        folder: The directory that it is in for now.
+        inventory: Its files.
+        stock: The blocks that are there.
+    """
+
+    manifest: Manifest
+    path: str
+    folder: str
+    inventory: Inventory
+    stock: Stock
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The files: the name in the checkpoint → the name in the directory."""
+        files = self.inventory.files
+        pairs = zip(at_source(self.manifest, files), files, strict=True)
+        return {original.name: file.name for original, file in pairs}
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def has(self, name: str, begin: int, end: int) -> bool:
+        """Whether a byte range of a file is there and verified."""
+        file, blocks = self._numbers[name], self.inventory.blocks
+        first, last = blocks.number_at(file, begin), blocks.number_at(file, end - 1)
+        return self.stock.held.find(0, first, last + 1) < 0
+
+    def ranges(self) -> dict[str, list[tuple[int, int]]]:
+        """Returns all byte ranges that are there and verified."""
+        originals = {copied: original for original, copied in self.names.items()}
+        found = self.inventory.ranges(bytes(self.stock.held))
+        return {originals[name]: ranges for name, ranges in found.items()}
 
 
 @dataclass(frozen=True)

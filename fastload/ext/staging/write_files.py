@@ -22,7 +22,9 @@ from fastload.ext.staging.stock import Stock, journal_entry
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.ranges import Space
+from fastload.storage import CheckpointReader, take
 from fastload.storage.base import ByteCounter
+from fastload.storage.reader import LayeredReader
 
 _MAX_REREADS = 64  # not every block of a file that is damaged throughout
 
@@ -143,6 +145,27 @@ class FileWriter:
             position += block.nbytes
         self._submit(batch, view[begin:position])
 
+    def write_early(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Writes the complete blocks of what this rank has just read; `place` then skips them.
+
+        Any thread may call it. What cannot be written, or differs from the saved block, is left to `place`.
+
+        Args:
+            file: Index of the file.
+            offset: First byte in the file.
+            buffers: The bytes.
+        """
+        if self._copy is None:
+            return
+        end = offset + sum(map(len, buffers))
+        for _, block in self._inventory.blocks.between(file, offset, end):
+            if block.end > end or self._stock.held[block.number]:
+                continue
+            data, _ = take(take(buffers, block.offset - offset)[1], block.nbytes)
+            if len(data) == 1:
+                with contextlib.suppress(ChecksumError, StorageError):
+                    self._copy.note(self._write([block], data[0]))
+
     def follow(self) -> Callable[[], bool]:
         """Returns once all bytes placed so far are written, and notes their blocks in the journal.
 
@@ -205,3 +228,26 @@ class FileWriter:
             offset=block.offset,
             nbytes=block.nbytes,
         )
+
+
+class WritingReader(LayeredReader):
+    """Reads a checkpoint, and writes complete blocks into its copy as soon as they are read.
+
+    Others that stage may wait for them, and for no other ones, so this one never waits for blocks that come
+    before them.
+
+    Args:
+        reader: Reads the checkpoint.
+        names: The files, in the order of the inventory, by their names in the checkpoint.
+        writer: Writes the copy.
+    """
+
+    def __init__(self, reader: CheckpointReader, names: Sequence[str], writer: FileWriter) -> None:
+        super().__init__(reader)
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._writer = writer
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
+        """Reads a byte range; see `Storage.read_into`."""
+        super().read_into(name, offset, buffers, version)
+        self._writer.write_early(self._numbers[name], offset, buffers)

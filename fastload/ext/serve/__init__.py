@@ -1,0 +1,1 @@
+"""Checkpoints served over HTTP, and hosts that have a checkpoint as sources of its bytes."""

@@ -1,0 +1,322 @@
+"""The HTTP server: read-only, with ranges, bounded in connections, time and rate."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from fastload.base.version import __version__
+from fastload.ext.serve.access import is_authorized
+from fastload.ext.serve.checkpoints import Served, Shelf
+from fastload.ext.serve.coverage import covered_to, joined
+from fastload.ext.serve.pace import Rate
+from fastload.ext.serve.process import READS
+
+_TICK_S = 1.0
+_IDLE_S = 15.0  # until a connection without a complete request is closed
+_STALL_S = 30.0  # for a client to take one part of a response
+_COMING_S = 10.0  # for bytes that are on their way here
+_POLL_S = 0.02
+_CHECK_S = 0.5  # between looks at whether they still are, which take longer
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+_METHODS = ("GET", "HEAD")
+
+
+@dataclass(frozen=True)
+class ServeTerms:
+    """How to serve.
+
+    Attributes:
+        token: What clients have to know; None lets all of them read.
+        rate: The most bytes per second for all clients together; None for no limit.
+        max_connections: The most connections at once.
+        ident: Identifies the server, so that a client recognizes its own.
+    """
+
+    token: str | None
+    rate: int | None
+    max_connections: int
+    ident: str
+
+
+class _Refused(Exception):
+    """A response without a file.
+
+    Args:
+        status: Its status.
+        text: What to say.
+        headers: More headers.
+    """
+
+    def __init__(self, status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers or {}
+
+
+class _Wanted:
+    """The bytes that a request asks for: of a file, from `begin` to `end`; `is_part` if it names a range."""
+
+    def __init__(self, served: Served, path: str, request: web.BaseRequest) -> None:
+        self.served = served
+        self.path = path
+        self.nbytes = nbytes = served.files[path].nbytes
+        text = request.headers.get("Range", "")
+        if request.headers.get("If-Range", self.etag) != self.etag:
+            text = ""
+        self.is_part = bool(text)
+        self.begin, self.end = _parse_range(text, nbytes) if text else (0, nbytes)
+
+    @property
+    def etag(self) -> str:
+        return f'"{self.served.digest}"'
+
+    def is_there(self) -> bool:
+        return self.begin == self.end or self.served.has(self.path, self.begin, self.end)
+
+    def is_coming(self) -> bool:
+        """Whether all that is not there is being read from the origin by this process."""
+        there = (self.served.ranges() or {}).get(self.path, ())
+        coming = READS.of(self.served.digest).get(self.path, ())
+        return covered_to(joined([*there, *coming]), self.begin) >= self.end
+
+
+def _parse_range(text: str, nbytes: int) -> tuple[int, int]:
+    """Returns (begin, end) of the one range in a header."""
+    found = _RANGE.fullmatch(text.replace(" ", ""))
+    begin, end = 0, 0
+    if found is not None and found[1]:
+        begin, end = int(found[1]), min(int(found[2] or nbytes) + bool(found[2]), nbytes)
+    elif found is not None and found[2]:
+        begin, end = max(0, nbytes - int(found[2])), nbytes
+    if begin >= end:
+        unsatisfied = {"Content-Range": f"bytes */{nbytes}"}
+        raise _Refused(
+            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "one range of the file, please", unsatisfied
+        )
+    return begin, end
+
+
+class Connections(web.Server):
+    """Bounds the connections of a server. Those without a complete request make room for new ones.
+
+    Args:
+        responder: Responds to requests.
+        most: The most connections at once.
+    """
+
+    def __init__(self, responder: Responder, most: int) -> None:
+        super().__init__(self._respond, keepalive_timeout=_IDLE_S, lingering_time=0.0, access_log=None)
+        self._responder = responder
+        self._most = most
+        self._idle: dict[RequestHandler, float] = {}  # since when, the longest first
+        self._busy: set[RequestHandler] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Connections that are open."""
+        return len(self._idle) + len(self._busy)
+
+    @property
+    def num_busy(self) -> int:
+        """Connections with a request that is being responded to."""
+        return len(self._busy)
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """Takes a connection; closes the one that has been idle for longest if there are too many."""
+        super().connection_made(handler, transport)
+        self._idle[handler] = asyncio.get_running_loop().time()
+        if self.num_open > self._most:
+            self.abort(next(iter(self._idle)))
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        """Forgets a connection."""
+        super().connection_lost(handler, exc)
+        self._forget(handler)
+
+    def close_idle(self) -> None:
+        """Closes the connections that have been idle for too long."""
+        now_s = asyncio.get_running_loop().time()
+        for handler in [one for one, since_s in self._idle.items() if now_s - since_s > _IDLE_S]:
+            self.abort(handler)
+
+    def abort(self, handler: RequestHandler) -> None:
+        """Ends a connection at once."""
+        self._forget(handler)
+        if isinstance(handler.transport, asyncio.Transport):
+            handler.transport.abort()
+
+    def abort_all(self) -> None:
+        """Ends all connections at once."""
+        for handler in [*self._idle, *self._busy]:
+            self.abort(handler)
+
+    def _forget(self, handler: RequestHandler) -> None:
+        self._idle.pop(handler, None)
+        self._busy.discard(handler)
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = request.protocol
+        if handler not in self._idle:  # aborted
+            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE)
+        del self._idle[handler]
+        self._busy.add(handler)
+        try:
+            return await self._responder.respond(request)
+        finally:
+            if handler in self._busy:
+                self._busy.remove(handler)
+                self._idle[handler] = asyncio.get_running_loop().time()
+
+
+class Responder:
+    """Responds to the requests of clients.
+
+    Args:
+        shelf: The checkpoints.
+        terms: How to serve.
+    """
+
+    def __init__(self, shelf: Shelf, terms: ServeTerms) -> None:
+        self._shelf = shelf
+        self._terms = terms
+        self._rate = Rate(terms.rate)
+        self._sent_bytes = 0
+        self._sent_before = 0  # at the last tick
+        self._bytes_s = 0.0
+        self._connections = Connections(self, terms.max_connections)
+
+    async def run(self, listener: Any, context: ssl.SSLContext | None, until: asyncio.Event) -> None:
+        """Serves until an event.
+
+        Args:
+            listener: The socket that listens.
+            context: The TLS settings; None without TLS.
+            until: The event.
+        """
+        loop = asyncio.get_running_loop()
+        handshake: dict[str, Any] = {"ssl_handshake_timeout": _IDLE_S} if context is not None else {}
+        server = await loop.create_server(self._connections, sock=listener, ssl=context, **handshake)
+        try:
+            while not until.is_set():
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(until.wait(), _TICK_S)
+                self._connections.close_idle()
+                self._bytes_s = (self._sent_bytes - self._sent_before) / _TICK_S
+                self._sent_before = self._sent_bytes
+        finally:
+            server.close()
+            self._connections.abort_all()
+            await self._connections.shutdown(_TICK_S)
+
+    async def respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Responds to a request."""
+        try:
+            self._require_allowed(request)
+            if self._shelf.is_stale:
+                await asyncio.get_running_loop().run_in_executor(None, self._shelf.look)
+            checkpoints = self._shelf.all()
+            if request.path == "/":
+                return web.json_response(self._describe(checkpoints))
+            wanted = _Wanted(*_find(checkpoints, request.path), request)
+            matches = request.headers.get("If-Match", "*")
+            if matches != "*" and wanted.etag not in matches.split(", "):
+                raise _Refused(HTTPStatus.PRECONDITION_FAILED, "another checkpoint is here")
+            await self._await_bytes(wanted)
+            return await self._send(request, wanted)
+        except _Refused as refused:
+            return web.Response(status=refused.status, text=f"{refused}\n", headers=refused.headers)
+
+    def _require_allowed(self, request: web.BaseRequest) -> None:
+        if request.method not in _METHODS:
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "read only", {"Allow": ", ".join(_METHODS)})
+        token = self._terms.token
+        if token is not None and not is_authorized(token, request.headers.get("Authorization", "")):
+            raise _Refused(HTTPStatus.UNAUTHORIZED, "a token, please", {"WWW-Authenticate": "Bearer"})
+
+    def _describe(self, checkpoints: Mapping[str, Served]) -> dict[str, Any]:
+        """Returns what clients ask for first: what is here, and how busy the server is."""
+        found = {}
+        for name, served in checkpoints.items():
+            found[name] = {
+                "digest": served.digest,
+                "nbytes": served.nbytes,
+                "files": {path: file.nbytes for path, file in served.files.items()},
+                "ranges": served.ranges(),
+                "coming": READS.of(served.digest),
+            }
+        load = {
+            "connections": self._connections.num_open,
+            "requests": self._connections.num_busy,
+            "bytes_sent": self._sent_bytes,
+            "bytes_s": self._bytes_s,
+        }
+        return {"fastload": __version__, "id": self._terms.ident, "load": load, "checkpoints": found}
+
+    async def _await_bytes(self, wanted: _Wanted) -> None:
+        """Waits for bytes that are on their way here."""
+        loop = asyncio.get_running_loop()
+        late_s, checked_s = loop.time() + _COMING_S, 0.0
+        while not wanted.is_there():
+            now_s = loop.time()
+            is_due = now_s >= checked_s + _CHECK_S
+            if now_s > late_s or (is_due and not wanted.is_coming()):
+                raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not here yet", {"Retry-After": "1"})
+            checked_s = now_s if is_due else checked_s
+            await asyncio.sleep(_POLL_S)
+
+    async def _send(self, request: web.BaseRequest, wanted: _Wanted) -> web.StreamResponse:
+        with wanted.served.open(wanted.path) as number:
+            if number is None:
+                raise _Refused(HTTPStatus.NOT_FOUND, "the file is gone, or was changed")
+            response = web.StreamResponse(
+                status=HTTPStatus.PARTIAL_CONTENT if wanted.is_part else HTTPStatus.OK,
+                headers={"ETag": wanted.etag, "Accept-Ranges": "bytes"},
+            )
+            response.content_type = "application/octet-stream"
+            response.content_length = wanted.end - wanted.begin
+            if wanted.is_part:
+                place = f"bytes {wanted.begin}-{wanted.end - 1}/{wanted.nbytes}"
+                response.headers["Content-Range"] = place
+            await response.prepare(request)
+            if request.method == "GET":
+                await self._send_file(request, number, wanted.begin, wanted.end)
+        return response
+
+    async def _send_file(self, request: web.BaseRequest, number: int, begin: int, end: int) -> None:
+        """Sends a part of a file; the connection ends if the client stops taking it."""
+        loop, transport = asyncio.get_running_loop(), request.transport
+        with os.fdopen(number, "rb", buffering=0, closefd=False) as file:
+            while begin < end and transport is not None:
+                nbytes = min(self._rate.part_bytes, end - begin)
+                await self._rate.wait(nbytes)
+                try:
+                    sent = await asyncio.wait_for(loop.sendfile(transport, file, begin, nbytes), _STALL_S)
+                except (OSError, RuntimeError, asyncio.TimeoutError):
+                    sent = 0
+                if sent != nbytes:  # the client has left, or stalls; or the file is shorter now
+                    self._connections.abort(request.protocol)
+                    return
+                self._sent_bytes += sent
+                begin += sent
+
+
+def _find(checkpoints: Mapping[str, Served], path: str) -> tuple[Served, str]:
+    """Returns the checkpoint with a file, and the path of the file there. No path is joined."""
+    asked = path.removeprefix("/")
+    folder, _, rest = asked.partition("/")
+    for name, file in (("", asked), (asked, ""), (folder, rest)):
+        served = checkpoints.get(name)
+        if served is not None and file in served.files:
+            return served, file
+    raise _Refused(HTTPStatus.NOT_FOUND, "no such file")
