@@ -1,4 +1,4 @@
-"""Extensions: modules of ``fastload.ext``, and entry points of the groups ``fastload.KIND``.
+"""Extensions: what ``fastload.ext`` names, and entry points of the groups ``fastload.KIND``.
 
 Packages may bring commands, formats, layers and storages of any name. Of the other kinds the core asks for
 names that it knows, such as the observer ``trace``.
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastload.errors import OptionError
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-_PREFIX = "fastload."
+_PACKAGE = "fastload"
+_PREFIX = f"{_PACKAGE}."
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Extension:
 
     Attributes:
         kind: The group of entry points, without ``fastload.``.
-        point: The entry point.
+        point: The entry point; of one of fastload's own it has no package.
         rival: Another one of this name, which stands for something else; None without one.
     """
 
@@ -36,7 +36,7 @@ class Extension:
     rival: EntryPoint | None = None
 
     def __str__(self) -> str:
-        package = self.point.dist.name if self.point.dist is not None else "some package"
+        package = self.point.dist.name if self.point.dist is not None else _PACKAGE
         return f"{self.point.name!r} of {package} (entry point fastload.{self.kind} = {self.point.value!r})"
 
     def load(self) -> Any:
@@ -82,7 +82,7 @@ def extension(kind: str, name: str, what: str) -> Any:
     Raises:
         OptionError: It is not installed, or cannot be imported.
     """
-    found = extensions(kind).get(name)
+    found = find(kind, name)
     if found is None:
         raise OptionError(f"{what} needs the extension {name!r}, {not_installed(kind)}")
     return found.load()
@@ -91,21 +91,42 @@ def extension(kind: str, name: str, what: str) -> Any:
 def not_installed(kind: str) -> str:
     """Returns what to do about a missing extension of a kind, for messages."""
     return (
-        "which is not installed: install the package that has it among its entry points of "
-        f"fastload.{kind} (if it is one of fastload's own, fastload-torch again, whose metadata lack it)"
+        f"which is not installed: install the package that has it among its entry points of {_PREFIX}{kind}"
     )
 
 
+def find(kind: str, name: str) -> Extension | None:
+    """Returns an extension without importing it: of fastload's own if possible, without a search."""
+    return _own(kind, name) or installed_extensions().get(kind, {}).get(name)
+
+
 def extensions(kind: str) -> Mapping[str, Extension]:
-    """Returns the extensions of a kind, by name, without importing any."""
-    return all_extensions().get(kind, {})
+    """Returns the extensions of a kind, by name, without importing any; first those of fastload."""
+    own = {name: found for name in _named(kind) if (found := _own(kind, name)) is not None}
+    return {
+        **own,
+        **{name: found for name, found in installed_extensions().get(kind, {}).items() if name not in own},
+    }
+
+
+def _named(kind: str) -> Mapping[str, str]:
+    named: Mapping[str, str] = import_module("fastload.ext").EXTENSIONS.get(kind, {})
+    return named
+
+
+def _own(kind: str, name: str) -> Extension | None:
+    """Returns one of fastload's own, unless its module was deleted."""
+    value = _named(kind).get(name, "")
+    try:
+        is_there = bool(value) and find_spec(value.partition(":")[0]) is not None
+    except ModuleNotFoundError:  # nor the package that it was in
+        is_there = False
+    return Extension(kind, EntryPoint(name, value, _PREFIX + kind)) if is_there else None
 
 
 @cache
-def all_extensions() -> Mapping[str, Mapping[str, Extension]]:
-    """Returns the extensions of all kinds, by kind and name: a search reads the metadata of every package."""
-    from importlib.metadata import entry_points  # most programs ask for none
-
+def installed_extensions() -> Mapping[str, Mapping[str, Extension]]:
+    """Returns those of other packages, by kind and name: a search reads the metadata of every package."""
     points = entry_points()
     kinds = {group: group.removeprefix(_PREFIX) for group in points.groups if group.startswith(_PREFIX)}
     return {kind: _by_name(kind, points.select(group=group)) for group, kind in kinds.items()}

@@ -53,10 +53,12 @@ def short_tracebacks(public: T) -> T:
 
 def _is_expected(error: FastloadError, handled: BaseException | None) -> bool:
     """Whether fastload raised an error itself, and all that it comes from is in its message."""
-    return _raised_in(error).partition(".")[0] == _PACKAGE and all(
-        isinstance(cause, FastloadError) or (isinstance(of, StorageError) and _is_of_storage(cause))
-        for of, cause in _links(error, handled)
-    )
+    if _raised_in(error).partition(".")[0] != _PACKAGE:
+        return False
+    for of, cause in _links(error, handled):
+        if not isinstance(cause, FastloadError):
+            return isinstance(of, StorageError) and _is_of_storage(cause)
+    return True
 
 
 def _raised_in(error: BaseException) -> str:

@@ -1,1 +1,52 @@
 """Optional features. Each imports the core; none imports another one, and the core imports none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+EXTENSIONS: Mapping[str, Mapping[str, str]] = {
+    "commands": {
+        "cadence": "fastload.planning.commands.cadence:cadence",
+        "convert": "fastload.ext.formats.convert:convert",
+        "doctor": "fastload.planning.commands.doctor:doctor",
+        "inspect": "fastload.ext.listings:inspect",
+        "ls": "fastload.ext.listings:ls",
+        "plan": "fastload.planning.commands.plan:plan",
+        "prune": "fastload.ext.listings:prune",
+        "seal": "fastload.ext.checksums.command:seal",
+        "size": "fastload.planning.commands.size:size",
+        "stage": "fastload.ext.staging.command:stage",
+        "timeline": "fastload.ext.traces.timeline:timeline",
+    },
+    "formats": {
+        "deepspeed": "fastload.ext.formats.deepspeed",
+        "torch_checkpointing": "fastload.ext.formats.torch_checkpointing",
+    },
+    "intervals": {  # what `every=` of a CheckpointManager names
+        "auto": "fastload.planning.adaptive:AdaptiveController",
+    },
+    "layers": {
+        "delta": "fastload.ext.deltas.layer:layer",
+        "dequantize": "fastload.ext.quantized.layer:layer",
+        "seal": "fastload.ext.checksums.seal:layer",
+    },
+    "ls": {  # options of that command
+        "memory": "fastload.ext.memory.command:ls",
+    },
+    "observers": {
+        "trace": "fastload.ext.traces.tracing",
+    },
+    "plan_transforms": {
+        "delta": "fastload.ext.deltas.save:save_changes",
+    },
+    "prune": {  # likewise
+        "memory": "fastload.ext.memory.command:prune",
+    },
+    "storages": {  # by the schemes of their URLs
+        "hf": "fastload.ext.remote.open_hub:open_hub",
+    },
+    "tiers": {  # next to storage, for a CheckpointManager
+        "memory": "fastload.ext.memory.tier:open_tier",
+    },
+}
+"""What they bring, by kind and name. Other packages use entry points of the groups ``fastload.KIND``."""

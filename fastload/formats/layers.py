@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.base.registry import extensions, not_installed
+from fastload.base.registry import find, not_installed
 from fastload.errors import ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import show
 
@@ -150,7 +150,7 @@ def layer(name: str, url: str) -> Layer:
         UnsupportedVersion: It is not installed.
         OptionError: It cannot be imported.
     """
-    found = extensions("layers").get(name)
+    found = find("layers", name)
     if found is None:
         raise UnsupportedVersion(f"{url}: needs the layer {show(name)}, {not_installed('layers')}")
     loaded: Layer = found.load()

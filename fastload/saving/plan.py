@@ -139,7 +139,7 @@ class PlannedWrite:
 class PlanTransform(Protocol):
     """Plans to write something else in place of a complete state.
 
-    Only that of deltas is known, the entry point ``delta`` of ``fastload.plan_transforms``: a function of the
+    Only that of deltas is known, ``delta`` among the ``plan_transforms`` of `fastload.ext`: a function of the
     location to save to, `SaveOptions.base`, and what returns the location of another base, or None for a
     complete checkpoint, on rank 0.
     """

@@ -6,7 +6,6 @@ import json
 import sys
 import zlib
 from dataclasses import replace
-from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 
 import fastload
 from fastload.base.memory import host_bytes
-from fastload.base.registry import all_extensions
+from fastload.base.registry import installed_extensions
 from fastload.errors import CheckpointNotFound, ManifestError, OptionError, UnsupportedVersion
 from fastload.formats.layers import Layer
 from fastload.loading.access import Access, OpenCall
@@ -37,7 +36,7 @@ def install(folder: Path) -> None:
         "[fastload.formats]\nodd = tests.dist.odd_format\nnpy = tests.unit.npy_format:npy\n"
     )
     sys.path.insert(0, str(folder))
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
 
 
 def save_deflated(path: Path) -> Path:
@@ -133,7 +132,7 @@ class JoinLayer(Layer):
     """Makes a checkpoint of two."""
 
     def open(self, access: Access, call: OpenCall) -> Access:
-        return replace(access, parts=(access, access))
+        return replace(access, components=(access, access))
 
 
 join = JoinLayer()
@@ -169,8 +168,7 @@ def test_without_extensions(rank: int, world: int, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "sealed.safetensors")
     fastload.seal(tmp_path / "sealed.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("importlib.metadata.entry_points", EntryPoints)
-        all_extensions.cache_clear()
+        patch.setattr("fastload.ext.EXTENSIONS", {})
         for path, name in (("delta", "delta"), ("sealed.safetensors", "seal")):
             with pytest.raises(UnsupportedVersion, match=f"needs the layer '{name}'"):
                 fastload.load(tmp_path / path, options=OPTIONS)
@@ -191,11 +189,11 @@ def test_without_extensions(rank: int, world: int, tmp_path: Path) -> None:
 @ranks(1)
 def test_plain_checkpoints_need_no_extension(rank: int, world: int, tmp_path: Path) -> None:
     known = set(sys.modules)
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
     save_file(TENSORS, tmp_path / "model.safetensors")
     fastload.load(tmp_path / "model.safetensors", options=OPTIONS)
     fastload.load(tmp_path, options=OPTIONS)
     fastload.save(TENSORS, tmp_path / "saved")
     fastload.load(tmp_path / "saved", options=OPTIONS)
-    assert all_extensions.cache_info().misses == 0, "entry points were searched"
+    assert installed_extensions.cache_info().misses == 0, "entry points were searched"
     assert not [name for name in set(sys.modules) - known if name.startswith("fastload.ext")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fastload.base.registry import all_extensions
+from fastload.base.registry import installed_extensions
 from fastload.cli import main
 
 
@@ -28,9 +28,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "text = greeting:__name__\nexits = leaving:greet\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
     yield
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
 
 
 def test_a_command_of_another_package_is_run() -> None:

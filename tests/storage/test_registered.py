@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterator
-from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 import fastload
 from fastload import OptionError, StorageError
-from fastload.base.registry import all_extensions
+from fastload.base.registry import installed_extensions
 from fastload.formats.names import NAMES
 from fastload.storage import open_storage
 from fastload.storage.process import registered_storages
@@ -81,9 +80,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: in_memory\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fastload.storages]\ninmemory = in_memory:Storage\n")
     monkeypatch.syspath_prepend(tmp_path)
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
     yield
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
 
 
 def test_a_package_brings_a_storage(installed: None) -> None:
@@ -96,13 +95,9 @@ def test_a_package_brings_a_storage(installed: None) -> None:
 
 
 def test_the_hub_without_its_extension_is_not_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.entry_points", EntryPoints)
-    all_extensions.cache_clear()
-    try:
-        with pytest.raises(OptionError, match=r"hf:// needs the extension 'hf', which is not installed"):
-            open_storage("hf://org/model", NAMES)
-    finally:
-        all_extensions.cache_clear()
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", {})
+    with pytest.raises(OptionError, match=r"hf:// needs the extension 'hf', which is not installed"):
+        open_storage("hf://org/model", NAMES)
 
 
 @pytest.mark.parametrize("scheme", ["", "file", "FILE", "my store", "my://", None, 3])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.base.registry import all_extensions
+from fastload.base.registry import installed_extensions
 from fastload.formats import open as formats
 from fastload.formats.names import NAMES
 from fastload.formats.open import header_digest
@@ -34,9 +34,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "[fastload.formats]\nlost = nowhere:format\nnpy = tests.unit.npy_format:npy\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
     yield
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
 
 
 @pytest.fixture

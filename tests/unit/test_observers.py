@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 import fastload
-from fastload.base.registry import all_extensions
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm import observers
 from fastload.comm.group import join
@@ -149,14 +147,10 @@ def test_an_observer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_without_its_extension_trace_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.metadata.entry_points", EntryPoints)
-    all_extensions.cache_clear()
-    try:
-        for kind in (fastload.LoadOptions, fastload.SaveOptions):
-            with pytest.raises(fastload.OptionError, match="trace= needs the extension 'trace'"):
-                kind(trace=tmp_path / "trace.json")
-    finally:
-        all_extensions.cache_clear()
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", {})
+    for kind in (fastload.LoadOptions, fastload.SaveOptions):
+        with pytest.raises(fastload.OptionError, match="trace= needs the extension 'trace'"):
+            kind(trace=tmp_path / "trace.json")
 
 
 def test_nobody_listens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

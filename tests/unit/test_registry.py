@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from fastload.base.registry import all_extensions, extension, extensions
+from fastload.base import registry
+from fastload.base.registry import extension, extensions, find, installed_extensions
 from fastload.errors import OptionError
+from fastload.ext import EXTENSIONS
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
     yield
-    all_extensions.cache_clear()
+    installed_extensions.cache_clear()
 
 
 def test_packages_are_searched_once_for_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +31,29 @@ def test_packages_are_searched_once_for_all_kinds(monkeypatch: pytest.MonkeyPatc
         searches.append(asked)
         return search(**asked)
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", count)
+    monkeypatch.setattr(registry, "entry_points", count)
     for kind in ("layers", "tiers", "commands", "no_such_kind"):
         wanted = {point.name for point in search(group=f"fastload.{kind}")}
-        assert extensions(kind).keys() == wanted
+        assert extensions(kind).keys() == wanted | EXTENSIONS.get(kind, {}).keys()
     assert len(searches) == 1
+
+
+def test_those_of_fastload_are_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there without metadata, as in a source tree, and no package takes their names."""
+    monkeypatch.delattr(registry, "entry_points")
+    for kind, named in EXTENSIONS.items():
+        for name, path in named.items():
+            found = find(kind, name)
+            assert found is not None, path
+            assert found.load() is not None
+
+
+def test_one_whose_module_was_deleted_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"layers": {"gone": "fastload.ext.gone.layer:layer", "lost": "fastload.ext.prefetch.lost:layer"}}
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", gone)
+    assert extensions("layers") == {}
+    with pytest.raises(OptionError, match="loading needs the extension 'gone', which is not installed"):
+        extension("layers", "gone", "loading")
 
 
 def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,5 +73,5 @@ def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_name_that_is_missing_says_what_to_install() -> None:
-    with pytest.raises(OptionError, match=r"loading needs the extension 'x', .*fastload-torch again"):
+    with pytest.raises(OptionError, match=r"needs the extension .x., .* entry points of fastload\.layers"):
         extension("layers", "x", "loading")

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 import fastload
 from fastload import world
-from fastload.errors import FastloadError, ManifestError, StorageError
+from fastload.errors import FastloadError, StorageError
 from fastload.formats.safetensors import reader
 from fastload.storage.process import registered_storages
 from tests.dist.flaky_server import Handler, Server, serving
@@ -92,13 +93,17 @@ def frames_of(error: BaseException) -> list[str]:
     return [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
 
 
+def num_own(error: BaseException) -> int:
+    """Counts the frames of fastload."""
+    return sum(module.partition(".")[0] == "fastload" for module in frames_of(error))
+
+
 def require_short(error: FastloadError) -> None:
     """Checks that an error shows the frames of the caller, one of fastload, and its message."""
     text = "".join(traceback.format_exception(error))
     assert text.count("Traceback (most recent call last)") == 1, text
-    modules = frames_of(error)
-    assert [name.partition(".")[0] for name in modules].count("fastload") == 1, text
-    assert modules[-1].startswith("fastload."), text
+    assert num_own(error) == 1, text
+    assert frames_of(error)[-1].startswith("fastload."), text
     num_extra = str(error).count("\n")
     assert len(text.splitlines()) - num_extra <= MOST_LINES, text
 
@@ -252,15 +257,16 @@ def test_denied(folder: Path) -> None:
 
 
 def test_an_error_that_the_caller_handles_is_shown(folder: Path) -> None:
-    def load_another() -> None:
+    def inspect_another() -> None:
         try:
             raise KeyError("of the caller")
         except KeyError:
-            fastload.load("missing")
+            fastload.inspect("missing")
 
-    error = error_of(load_another)
+    error = error_of(inspect_another)
     assert isinstance(error.__context__, KeyError)
     assert not error.__suppress_context__
+    assert num_own(error) == 1
 
 
 def test_an_error_that_the_caller_handles_comes_again(folder: Path) -> None:
@@ -295,17 +301,38 @@ def test_a_bug_keeps_all_frames(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(frames_of(raised.value)) > 10
 
 
-def test_an_error_of_a_bug_keeps_all_frames(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        try:
-            raise AssertionError("a bug")
-        except AssertionError as bug:
-            raise ManifestError("of a bug") from bug
+def raise_in_fsspec(monkeypatch: pytest.MonkeyPatch, error: Exception) -> FastloadError:
+    """Returns the error of a load whose file system raises."""
 
-    monkeypatch.setattr(reader, "parse_header", fail)
-    error = error_of(lambda: fastload.load("bad.safetensors"))
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(LocalFileSystem, "ls", fail)
+    return error_of(lambda: fastload.load(f"local://{os.getcwd()}/good"))
+
+
+def test_an_error_of_a_bug_keeps_all_frames(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = raise_in_fsspec(monkeypatch, AssertionError("a bug"))
+    assert isinstance(error, StorageError)
     assert isinstance(error.__cause__, AssertionError)
+    assert frames_of(error.__cause__)[-1] == __name__
     assert len(frames_of(error)) > 10
+
+
+def test_causes_of_an_error_of_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PermissionError("refused")
+    refused.__cause__ = KeyError("inside the library")
+    error = raise_in_fsspec(monkeypatch, refused)
+    require_short(error)
+    assert error.__cause__ is None
+
+
+def test_causes_in_a_cycle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = PermissionError(errno.EPERM, "not permitted"), StorageError("not permitted", "x")
+    first.__cause__, second.__cause__ = second, first
+    error = raise_in_fsspec(monkeypatch, first)
+    require_short(error)
+    assert error.__cause__ is first
 
 
 class _OddStorage(fastload.Storage):

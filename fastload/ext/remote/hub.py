@@ -210,7 +210,7 @@ class _Repository:
         except FastloadError:
             raise
         except Exception as error:
-            raise self._explained(error, (url, offset, nbytes)) from self.secrets.clean(error)
+            raise self._explained(error, (url, offset, nbytes)) from None
 
     def _explained(self, error: Exception, place: tuple[str, int | None, int | None]) -> FastloadError:
         log_in = "log in with `hf auth login`, or set HF_TOKEN, on every host"
