@@ -10,8 +10,9 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import StateEncoding, encode_state
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
-from fastload.geometry.ranges import Space
+from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.access import Access
 from fastload.loading.match import LoadRequest, Match
 from fastload.loading.prepare import Job, LoadStart, MatchedRequest, accept, open_job, terms_of
@@ -44,9 +45,10 @@ from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
 from fastload.saving.shard_map import MappedShard
 from fastload.storage import FileStat, PatientStorage, Storage
+from fastload.transfer.messages import Message
 from fastload.transfer.plan import StrategyChoice
 from fastload.transfer.rounds import Plan
-from fastload.transfer.routed_plan import SuppliedRange, Supply
+from fastload.transfer.routed_plan import RoutedPlan, RoutedView, SuppliedRange, Supply
 
 _WHAT = "redistributing"
 _URL = "the state of the ranks"
@@ -457,7 +459,7 @@ class KeptPlan:
             decision=matched.decision,
             backend=matched.backend,
             detour=matched.detour,
-            plan=plan.repeated(world.rank),
+            plan=_repeated(plan, world.rank),
             writer=TensorWriter(destinations),
             bytes_wanted=job.bytes_wanted,
         )
@@ -513,3 +515,45 @@ class _KeptCall:
     plan: Plan
     writer: TensorWriter
     bytes_wanted: int
+
+
+class _RepeatedPlan(RoutedPlan):
+    """A plan that several transfers follow. It keeps the messages of one rank."""
+
+    @cached_property
+    def _views(self) -> dict[int, RoutedView]:
+        return {}
+
+    def view(self, rank: int) -> RoutedView:
+        """Returns the plan as one rank sees it; the same view each time."""
+        if rank not in self._views:
+            self._views[rank] = _RepeatedView(self, rank)
+        return self._views[rank]
+
+
+class _RepeatedView(RoutedView):
+    """A view that has computed all rounds."""
+
+    def __init__(self, plan: RoutedPlan, rank: int) -> None:
+        super().__init__(plan, rank)
+        rounds = range(plan.num_rounds)
+        self._reads = [RoutedView.reads(self, index) for index in rounds]
+        self._outgoing = [RoutedView.outgoing(self, index) for index in rounds]
+        self._incoming = [RoutedView.incoming(self, index) for index in rounds]
+
+    def reads(self, index: int) -> list[ByteRange]:
+        return self._reads[index]
+
+    def outgoing(self, index: int) -> list[Message]:
+        return self._outgoing[index]
+
+    def incoming(self, index: int) -> list[Message]:
+        return self._incoming[index]
+
+
+def _repeated(plan: Plan, rank: int) -> _RepeatedPlan:
+    """Returns the plan with the messages of a rank."""
+    routed = cast(RoutedPlan, plan)  # as of each load from a supply
+    repeated = _RepeatedPlan(**{field.name: getattr(routed, field.name) for field in fields(routed)})
+    repeated.view(rank)
+    return repeated

@@ -671,10 +671,6 @@ class TransferPlan:
         """Returns the plan as one rank sees it."""
         return TransferView(self, rank)
 
-    def repeated(self, rank: int) -> TransferPlan:
-        """Returns the plan itself, whose messages are quickly computed."""
-        return self
-
     @property
     def groups(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""

@@ -114,10 +114,6 @@ class Plan(Protocol):
         """Returns the plan as one rank sees it."""
         ...
 
-    def repeated(self, rank: int) -> Plan:
-        """Returns the plan for several transfers, with what a rank computes of it once."""
-        ...
-
     def without(
         self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
     ) -> Plan | None:

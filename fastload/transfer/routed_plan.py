@@ -11,7 +11,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import ClassVar, NamedTuple
@@ -227,12 +227,6 @@ class RoutedPlan:
     def view(self, rank: int) -> RoutedView:
         """Returns the plan as one rank sees it."""
         return RoutedView(self, rank)
-
-    def repeated(self, rank: int) -> RepeatedPlan:
-        """Returns the plan with the messages of a rank."""
-        plan = RepeatedPlan(**{field.name: getattr(self, field.name) for field in fields(self)})
-        plan.view(rank)
-        return plan
 
     @cached_property
     def groups(self) -> Collection[Ranks]:
@@ -607,37 +601,3 @@ class RoutedView:
             return position
         start = space.starts[space.at(position)]
         return position - (position - start) % self._plan.sharing.unit_bytes
-
-
-class RepeatedPlan(RoutedPlan):
-    """A plan that several transfers follow. It keeps the messages of one rank."""
-
-    @cached_property
-    def _views(self) -> dict[int, RoutedView]:
-        return {}
-
-    def view(self, rank: int) -> RoutedView:
-        """Returns the plan as one rank sees it; the same view each time."""
-        if rank not in self._views:
-            self._views[rank] = _RepeatedView(self, rank)
-        return self._views[rank]
-
-
-class _RepeatedView(RoutedView):
-    """A view that has computed all rounds."""
-
-    def __init__(self, plan: RoutedPlan, rank: int) -> None:
-        super().__init__(plan, rank)
-        rounds = range(plan.num_rounds)
-        self._reads = [RoutedView.reads(self, index) for index in rounds]
-        self._outgoing = [RoutedView.outgoing(self, index) for index in rounds]
-        self._incoming = [RoutedView.incoming(self, index) for index in rounds]
-
-    def reads(self, index: int) -> list[ByteRange]:
-        return self._reads[index]
-
-    def outgoing(self, index: int) -> list[Message]:
-        return self._outgoing[index]
-
-    def incoming(self, index: int) -> list[Message]:
-        return self._incoming[index]
