@@ -163,7 +163,7 @@ def open_access(
 
     opening = OpenCall(world, location, options, connect, same, read)
     with world.together():
-        access = agree_on_access(world, location.url, partial(connect, location), same, read)
+        access = opening.open_at(location)
         try:
             dequantize = isinstance(options, LoadOptions) and options.dequantize
             layers = layers_of(access.stored, dequantize=dequantize)

@@ -21,6 +21,9 @@ import torch.distributed as dist
 import fastload
 from fastload.ext.serve import pool
 from fastload.ext.serve.addresses import parse_addresses
+from fastload.ext.serve.connection import Endpoint
+from fastload.ext.serve.peer import KnownPeer, Offer
+from fastload.ext.serve.pool import PeerPool
 from fastload.ext.serve.process import SERVERS
 from tests.checkpoints import flip, write_sharded
 from tests.dist.harness import ranks
@@ -35,6 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has late peers cost little time."""
     monkeypatch.setattr(pool, "_LATE_S", 1.0)
     monkeypatch.setattr(pool, "_LEAST_LATE_S", 1.0)
+    monkeypatch.setattr(pool, "_GREETING_S", 60.0)
     yield
     SERVERS.clear()
 
@@ -127,17 +131,21 @@ def test_all_peers_may_end_in_the_middle(saved: Path, state: dict[str, torch.Ten
     assert server.url in report.ranks[0].problems
 
 
-def test_a_peer_that_is_slow_by_far_is_left_for_the_origin(
-    saved: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, seconds in (("_LATE_S", 60.0), ("_LEAST_LATE_S", 60.0)):
-        monkeypatch.setattr(pool, name, seconds)
-    monkeypatch.setattr("fastload.ext.serve.peer._MEASURED_S", 0.02)
-    with served(saved, rate="200KB") as server:
-        loaded, report = load(f"far://{saved}", fastload.peers(server.url), chunk_bytes=16 << 10)
-    assert_equal(loaded, state)
-    assert report.bytes_read > report.bytes_supplied
-    assert "and storage" in report.ranks[0].problems
+@pytest.mark.parametrize(("origin_mb_s", "is_left"), [(20, False), (39, False), (50, True)])
+def test_peers_that_are_slow_by_far_are_left_for_the_origin(origin_mb_s: int, is_left: bool) -> None:
+    """Two peers deliver 5 MB/s each."""
+    own = PeerPool(list, "digest")
+    own._questions.begin(time.monotonic(), resolves=True)
+    peers = [KnownPeer(Endpoint("a", "127.0.0.1", port, None, None), Offer("", None, {})) for port in (1, 2)]
+    own._peers = {peer.endpoint: peer for peer in peers}
+    for peer in peers:
+        peer.speed._bytes, peer.speed._seconds = 10e6, 2.0
+    own._origin._bytes, own._origin._seconds = 2e6 * origin_mb_s, 2.0
+    loan = own.lend("a", 0, [1000])
+    assert (loan.peer is None) == is_left
+    assert all(peer.is_left == is_left for peer in peers)
+    assert all(("and storage 50.0 MB/s" in peer.problem) == is_left for peer in peers)
+    own.close()
 
 
 def test_the_error_of_the_origin_is_raised_if_no_peer_has_the_bytes(saved: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from fastload.ext.serve import pool
 from fastload.ext.serve.process import READS
 from fastload.ext.staging.inventory import BlockRun, take_inventory
 from tests.dist.harness import ranks
@@ -26,8 +27,9 @@ OPTIONS: dict[str, Any] = {"chunk_bytes": 64 << 10, "timeout_s": 60}
 
 
 @pytest.fixture(autouse=True)
-def forget() -> None:
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets what earlier tests read from origins, since all have the same checkpoint."""
+    monkeypatch.setattr(pool, "_GREETING_S", 60.0)
     READS._until_s.clear()
 
 

@@ -160,7 +160,7 @@ class Connection:
         head = b""
         try:
             self._set_timeout()
-            self._socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii"))
+            self._socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii", "replace"))
             while b"\r\n\r\n" not in head:
                 self._set_timeout()
                 more = self._socket.recv(_MOST_HEAD_BYTES)
