@@ -344,12 +344,13 @@ def with_latency(
     limits = Limits(latency_s, connection_rate, requests_rate)
     counts = [int(count) for count in ranks.split(",")]
     given = {"is_s3": protocol == "s3", "repeats": repeats, "arms": arms, "tuned": tuned}
-    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
-        rows = latency.measure(__file__, Path(folder), counts, size, limits, **given)
     limited = f"{latency_s * 1000:g} ms, {connection_rate / 1e6:g} MB/s a connection"
-    latency.print_latency(
-        rows, f"{size / MIB:.0f} MiB over {protocol.upper()}, {limited}", latency.REFERENCE, "plain 32"
-    )
+    title = f"{size / MIB:.0f} MiB over {protocol.upper()}, {limited}"
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        for of_job in latency.measure(__file__, Path(folder), counts, size, limits, **given):
+            latency.print_latency(of_job, title, latency.REFERENCE, "plain 32")
+            rows += of_job
     write_json(json_path, rows)
 
 

@@ -261,12 +261,14 @@ def latency(
     exit_on_signals()  # and the servers end
     limits = Limits(latency_s, requests_rate=requests_rate)
     counts = [int(count) for count in ranks.split(",")]
-    with tempfile.TemporaryDirectory(prefix="bench-save-") as folder:
-        rows = latency_saves.measure(
-            __file__, Path(folder), counts, limits, size=size, repeats=repeats, arms=arms
-        )
     title = f"saves of {size / MIB:.0f} MiB to S3, {latency_s * 1000:g} ms"
-    print_latency(rows, title, latency_saves.BOTO3, "boto3 32")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="bench-save-") as folder:
+        for of_job in latency_saves.measure(
+            __file__, Path(folder), counts, limits, size=size, repeats=repeats, arms=arms
+        ):
+            print_latency(of_job, title, latency_saves.BOTO3, "boto3 32")
+            rows += of_job
     write_json(json_path, rows)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import torch.distributed as dist
 
-from fastload.base.units import parse_duration_s
+from fastload.planning.units import parse_duration_s
 from fastload.errors import OptionError
 from fastload.options import parse_bytes
 

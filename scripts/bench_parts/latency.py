@@ -95,8 +95,8 @@ Arm = Callable[[Store, list[dict[str, Any]]], State]
 
 def measure(
     script: str, folder: Path, ranks: Sequence[int], size: int, limits: Limits, is_s3: bool, **settings: Any
-) -> list[dict[str, Any]]:
-    """Makes a checkpoint, serves it, and runs a job for each number of ranks; returns a row for each arm."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Makes a checkpoint, serves it, and runs a job for each number of ranks; yields a row for each arm."""
     place = folder / "served" / _CHECKPOINT
     maker = [sys.executable, str(Path(__file__).parents[1] / "make_checkpoint.py"), str(place)]
     subprocess.run([*maker, "--size", str(size), "--files", str(NUM_FILES)], check=True)
@@ -105,7 +105,6 @@ def measure(
     settings |= {"digest": state_digest(state), "nbytes": sum(tensor.nbytes for tensor in state.values())}
     del state
     settings["files"] = {file.name: file.stat().st_size for file in files}
-    rows: list[dict[str, Any]] = []
     storage = s3_storage(folder, limits) if is_s3 else http_storage(folder, folder / "served", limits)
     with storage as server:
         if is_s3:
@@ -114,8 +113,7 @@ def measure(
                 client.upload_file(str(file), BUCKET, f"{_CHECKPOINT}/{file.name}")
         settings["server"] = server
         for count in ranks:
-            rows += run_on_ranks(script, count, str(folder), part="latency", **settings)
-    return rows
+            yield run_on_ranks(script, count, str(folder), part="latency", **settings)
 
 
 def print_latency(rows: Sequence[dict[str, Any]], title: str, reference: str, short: str) -> None:

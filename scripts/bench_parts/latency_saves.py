@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -29,14 +30,11 @@ _count = itertools.count()
 
 def measure(
     script: str, folder: Path, ranks: list[int], limits: Limits, **settings: Any
-) -> list[dict[str, Any]]:
-    """Runs a job for each number of ranks; returns a row for each arm."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Runs a job for each number of ranks; yields a row for each arm."""
     with s3_storage(folder, limits) as server:
-        jobs = [
-            run_on_ranks(script, count, str(folder), part="latency", server=server, **settings)
-            for count in ranks
-        ]
-    return [row for rows in jobs for row in rows]
+        for count in ranks:
+            yield run_on_ranks(script, count, str(folder), part="latency", server=server, **settings)
 
 
 def run(folder: str, size: int, server: dict[str, Any], repeats: int, arms: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -48,3 +49,19 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
 
 def test_every_dependency_has_a_lower_bound() -> None:
     assert {name for name, versions in declared().items() if not versions.startswith(">=")} == set()
+
+
+def test_what_scripts_import_of_fastload_is_there() -> None:
+    """No other test runs the benchmarks."""
+    lost = []
+    for path in (ROOT / "scripts").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fastload":
+                module = importlib.import_module(node.module or "")
+                lost += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and importlib.util.find_spec(f"{node.module}.{alias.name}") is None
+                ]
+    assert lost == []
