@@ -13,9 +13,9 @@ from typing import Any
 import click
 import torch.distributed as dist
 
-from fastload.planning.units import parse_duration_s
 from fastload.errors import OptionError
 from fastload.options import parse_bytes
+from fastload.planning.units import parse_duration_s
 
 MIB, GIB = 2**20, 2**30
 
