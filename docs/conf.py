@@ -12,6 +12,7 @@ html_title = f"fastload {version}"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_js_files = ["labels.js"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r".*")]  # types in signatures; links between pages are all checked
 

@@ -9,12 +9,14 @@ same, and so are the files, so a training may continue with another `--parallel`
 When started again, it continues from its last commit, and ends with the same weights as without the
 interruption. On SIGUSR1 and SIGTERM it saves and exits with 0.
 
-To begin a training of your own with this file, replace what stands below "Your model" and "Your data".
+To begin a training of your own with this file, replace what stands below "Your model" and "Your data". An
+epoch is `len(data)` samples, in an order that follows from `--seed` and the number of the epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import logging
 import math
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import fastload
 
@@ -73,7 +75,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def loss_of(model: nn.Module, text: Tensor) -> Tensor:
-    """Returns the mean loss over the samples of a batch, (samples, length + 1)."""
+    """Returns the mean loss over the samples of a batch, here (samples, length + 1)."""
     return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
@@ -81,10 +83,13 @@ def loss_of(model: nn.Module, text: Tensor) -> Tensor:
 
 
 class Text(Dataset[Tensor]):
-    """Samples of text, (length + 1,), that follow from their number; as many as a training needs."""
+    """Samples of text, (length + 1,), that follow from their number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
+
+    def __len__(self) -> int:
+        return 65_536
 
     def __getitem__(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -92,8 +97,8 @@ class Text(Dataset[Tensor]):
         return torch.tensor(list(" ".join(_WORDS[pick] for pick in picks).encode()[: self.length + 1]))
 
 
-def make_data(args: argparse.Namespace) -> Dataset[Tensor]:
-    """Returns the samples; `Training.numbers_of` says which of them are in the batch of a step."""
+def make_data(args: argparse.Namespace) -> Dataset[Any]:
+    """Returns the samples: tensors, or tuples or dicts of tensors, such as (image, label)."""
     return Text(args.length)
 
 
@@ -145,7 +150,7 @@ class Training:
             # For dropout, which follows from step and rank: so no random state has to be saved.
             torch.manual_seed(args.seed + self.step * 65_537 + self.rank)
             self.optimizer.zero_grad()
-            loss = loss_of(parallel, next(batches).to(self.device))
+            loss = loss_of(parallel, on_device(next(batches), self.device))
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
@@ -153,18 +158,21 @@ class Training:
             if self.rank == 0 and self.step % args.log_every == 0:
                 print(f"step {self.step}: loss {self.state['loss']:.4f}", flush=True)
             if self.step == args.steps or manager.should_save(self.step):
+                self.use_buffers_of_rank_0()
                 manager.save(self.step, self.state, metrics={"loss": self.state["loss"]})
             time.sleep(args.pause)
 
     def numbers_of(self, step: int) -> list[int]:
         """Returns the numbers of this rank's samples in a step.
 
-        The batch of all ranks depends on the step alone, so a training may continue on other ranks.
+        The batch of all ranks depends on the step alone, so a training may continue on other ranks. Where an
+        epoch ends within a batch, the next one begins.
         """
         batch = range(step * self.args.batch, (step + 1) * self.args.batch)
-        return list(batch[self.rank :: self.num_ranks])
+        places = (divmod(position, len(self.data)) for position in batch[self.rank :: self.num_ranks])
+        return [int(order_of(epoch, len(self.data), self.args.seed)[place]) for epoch, place in places]
 
-    def loader(self) -> DataLoader[Tensor]:
+    def loader(self) -> DataLoader[Any]:
         """Returns this rank's batches of the remaining steps; its workers survive Slurm's signals."""
         num_workers = self.args.workers
         context = fastload.worker_context(self.args.worker_method) if num_workers else None
@@ -181,10 +189,18 @@ class Training:
             return self.model  # FSDP2 does that
         parallel = DistributedDataParallel(self.model)
         # After its first backward DDP reorders the gradients, which changes the order of summation over more
-        # than two ranks. So that backward is done before the training.
-        first = torch.stack([self.data[number] for number in self.numbers_of(self.step)])
-        loss_of(parallel, first.to(self.device)).backward()
+        # than two ranks. So that backward is done before the training, and changes no buffer.
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        first = default_collate([self.data[number] for number in self.numbers_of(self.step)])
+        loss_of(parallel, on_device(first, self.device)).backward()
+        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
         return parallel
+
+    def use_buffers_of_rank_0(self) -> None:
+        """Gives all ranks the buffers of rank 0; running statistics, as of BatchNorm, are those of a rank."""
+        for buffer in self.model.buffers() if dist.is_initialized() else ():
+            dist.broadcast(buffer, 0)
 
 
 def shard(model: nn.Module, *, num_replicas: int) -> None:
@@ -208,6 +224,23 @@ def digest(weights: Mapping[str, Tensor]) -> str:
         found.update(name.encode())
         found.update(complete.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=2)
+def order_of(epoch: int, num_samples: int, seed: int) -> Tensor:
+    """Returns the numbers of all samples in the order of an epoch."""
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+def on_device(batch: Any, device: str) -> Any:
+    """Returns a batch, of any structure of lists, tuples and dicts, with its tensors on a device."""
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: on_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [on_device(part, device) for part in batch]
+    return batch
 
 
 def agreed(loss: Tensor) -> float:

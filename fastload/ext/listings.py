@@ -62,10 +62,13 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
         table.add_row(label, dtypes, count(len(entries), "tensor"), nbytes, *where)
     print_table(table)
     numbers = Counter(entry.dtype for entry in manifest.tensors)
-    for dtype, number in sorted(numbers.items()):
-        console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(sizes[dtype])}")
     tensors, files = count(len(manifest.tensors), "tensor"), count(len(manifest.files), "file")
     total = f"{tensors}, {decimal(manifest.nbytes)} in {files} ({manifest.format})"
+    if len(numbers) == 1:
+        total = f"{''.join(numbers)}: {total}"
+    else:
+        for dtype, number in sorted(numbers.items()):
+            console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(sizes[dtype])}")
     console.print(total, style="bold")
     if (delta := manifest.delta) is not None:
         chain = f"{count(delta.num_deltas, 'delta')} since the last complete checkpoint"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from fastload.errors import (
     WorldError,
     may_be_gone,
     proves_damage,
+    some_of,
 )
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience
@@ -65,7 +67,8 @@ def watch(
         root: A directory or URL, such as the root of a `CheckpointManager`; it need not exist yet. Its
             versions are the complete checkpoints ``step_00001234`` and so on.
         after: The step that the ranks already have; only newer versions come. None for all.
-        newest_only: Whether only the newest version comes. If not, all come, oldest first.
+        newest_only: Whether only the newest version comes. If not, all come, oldest first, as far as they
+            are still there; a warning names those that retention seems to have deleted before.
         poll_s: Least time in seconds between two listings of the root. One rank lists a shared storage.
         timeout_s: Longest wait for a version, in seconds; None for no limit.
         process_group: As for `fastload.load`.
@@ -106,8 +109,8 @@ def watch(
         "storage_options": storage_options,
         "options": chosen,
     }
-    terms = WatchTerms(after, newest_only, poll_s, timeout_s, arguments)
-    return Watch(catalog, history, terms, is_first=world.rank == 0)
+    terms = WatchTerms(after, newest_only, poll_s, timeout_s, arguments, warns=world.rank == 0)
+    return Watch(catalog, history, terms)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class WatchTerms:
 
     Attributes:
         arguments: Those of `fastload.prefetch`.
+        warns: Whether this rank logs the warnings, for all ranks.
     """
 
     after: int | None
@@ -123,6 +127,7 @@ class WatchTerms:
     poll_s: float
     timeout_s: float | None
     arguments: Mapping[str, Any]
+    warns: bool
 
     @property
     def options(self) -> LoadOptions:
@@ -200,6 +205,32 @@ class _Reading(NamedTuple):
     checkpoint: Checkpoint
 
 
+class _Skips:
+    """Finds versions that were deleted before they were given out.
+
+    Some of them were listed earlier. Others came and went between two listings, which is likely if the
+    version before them is gone, too; they follow from the least distance between two steps.
+    """
+
+    def __init__(self) -> None:
+        self._listed: tuple[Point, ...] = ()
+        self._distance = math.inf
+
+    def before(self, point: Point, last: Point | None, listing: Listing) -> list[int]:
+        """Returns the steps that are missing between the last version and the next one."""
+        listed, self._listed = self._listed, listing.complete
+        known = sorted({*listing.complete, point if last is None else last})
+        same_branch = [b.step - a.step for a, b in pairwise(known) if a.branch == b.branch]
+        self._distance = min([self._distance, *same_branch])
+        if last is None:
+            return []
+        missing = {each for each in listed if last < each < point}
+        if last not in listing.recorded and last.branch == point.branch:
+            steps = range(last.step, point.step, int(self._distance))
+            missing.update(Point(point.branch, step) for step in steps)
+        return [each.step for each in sorted(missing.difference(listing.recorded, [last]))]
+
+
 @short_tracebacks
 class Watch:
     """An iterator over the versions below a root. Made by `fastload.watch`; use it as a context manager.
@@ -207,7 +238,8 @@ class Watch:
     All ranks make the same calls. `next` waits for a version: the ranks list the root, open what is new, and
     read and verify their shares of it into host memory (see `fastload.prefetch`).
 
-    - A version that is deleted while it is read is left out.
+    - A version that is deleted while it is read, or before it comes, is left out; with `newest_only=False` a
+      warning names it.
     - A version that proves to be damaged is left out, with a warning, until it is saved again.
     - A version that is saved again with another state comes again.
     - A version that a newer fastload saved is an error, `UnsupportedVersion`.
@@ -218,12 +250,12 @@ class Watch:
             first load, and from a load that failed while tensors changed until the next one that succeeds.
     """
 
-    def __init__(self, catalog: Catalog, history: History, terms: WatchTerms, *, is_first: bool) -> None:
+    def __init__(self, catalog: Catalog, history: History, terms: WatchTerms) -> None:
         self.version: int | None = terms.after
         self._catalog = catalog
         self._history = history
         self._terms = terms
-        self._is_first = is_first
+        self._skips = _Skips()
         self._next_listing_s = 0.0  # of `time.monotonic`
         self._last: Point | None = None  # of the versions that were given out
         self._last_digest: str | None = None  # of its record, once that was listed
@@ -399,7 +431,16 @@ class Watch:
             if (last is None or point > last or self._is_replaced(point, listing))
             and self._damaged.get(point) != listing.records[point]
         ]
-        return (max if self._terms.newest_only else min)(new, default=None)
+        if not new or self._terms.newest_only:
+            return max(new, default=None)
+        missing = self._skips.before(min(new), last, listing)
+        if missing and last is not None and self._terms.warns:
+            _log.warning(
+                "%s: step %d comes after step %d: retention seems to have deleted %s before this watch took "
+                "them; a larger keep_last keeps versions longer, a smaller poll_s finds them earlier",
+                *(self._catalog.root, min(new).step, last.step, some_of(f"step {step}" for step in missing)),
+            )
+        return min(new)
 
     def _is_replaced(self, point: Point, listing: Listing) -> bool:
         """Whether the last version was saved again, with another state."""
@@ -417,6 +458,6 @@ class Watch:
         if not proves_damage(error):
             return False
         self._damaged[point] = record
-        if self._is_first:
+        if self._terms.warns:
             _log.warning("%s is damaged; left out: %s", path, error)
         return True

@@ -29,6 +29,7 @@ from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
+    HOW_TO_ALIGN,
     DeviceComparison,
     ShardDigests,
     StateContent,
@@ -345,11 +346,12 @@ def _check_replicas(
     names = {name for name, *_ in differences.of_tensors}
     if any(is_error for *_, is_error in differences.of_tensors):
         head = "the ranks hold different tensors, so nothing was saved:"
-        hint = [_ONE_NAME] if names.intersection({*how.complete, *how.strict}) else []
-        raise ReplicaMismatch("\n".join([head, *differences.lines(), *hint]))
+        hint = _ONE_NAME if names.intersection({*how.complete, *how.strict}) else HOW_TO_ALIGN
+        raise ReplicaMismatch("\n".join([head, *differences.lines(), hint]))
     warned = _warned.setdefault(call.occasion.rpartition("/")[0], set())
     if call.world.rank == 0 and not names <= warned:
-        _log.warning("%s: %s\n%s\n%s", call.what, _DIFFERENT, "\n".join(differences.lines()), _HOW_TO_STOP)
+        lines = "\n".join(differences.lines())
+        _log.warning("%s: %s\n%s\n%s %s", call.what, _DIFFERENT, lines, HOW_TO_ALIGN, _HOW_TO_STOP)
     warned |= names
 
 

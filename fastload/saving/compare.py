@@ -49,6 +49,10 @@ _NUM_OF_A_LIST = 3
 _NUMBERS = {"BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"}
 _HINT = "What each rank has of its own goes into a fastload.PerRank."
 _HOW_TO_MERGE = "Parts of one state, such as the stages of a pipeline: SaveOptions(parts=True) merges them."
+HOW_TO_ALIGN = (
+    "Buffers of a model, such as the running statistics of BatchNorm under DDP, are made equal before a save "
+    "by dist.broadcast(buffer, 0)."
+)
 _HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and a mixture of all ranks' is saved."
 
 
@@ -165,7 +169,7 @@ def require_same_content(
     lines += [f"  and at least {more} more"] if more > 0 else []
     if has_one_form:
         head = "the ranks hold different tensors, so nothing was saved:"
-        raise ReplicaMismatch("\n".join([head, *lines, f"{_HINT} {_HOW_NOT_TO}"]))
+        raise ReplicaMismatch("\n".join([head, *lines, f"{_HINT} {HOW_TO_ALIGN} {_HOW_NOT_TO}"]))
     head = "the ranks hold different states, so nothing was saved:"
     is_partial = any(text.endswith(" nothing") for texts in places.values() for text in texts)
     hint = f"{_HINT} {_HOW_TO_MERGE}" if is_partial else _HINT

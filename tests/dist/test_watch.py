@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -185,6 +186,31 @@ def test_versions_that_cannot_be_read(rank: int, world: int, tmp_path: Path) -> 
         with pytest.raises(UnsupportedVersion, match="step_00000006 may be the newest"):
             next(versions)
         assert versions.version == 5
+
+
+def test_versions_that_were_deleted_before_they_came_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def next_one(*saved: int, deleted: tuple[int, ...] = ()) -> tuple[int, list[str]]:
+        """Returns the step of the next version, and the steps that a warning names."""
+        for step in deleted:
+            shutil.rmtree(tmp_path / f"step_{step:08d}")
+        for step in saved:
+            save(tmp_path, step)
+        caplog.clear()
+        step = next(versions).step
+        return step, re.findall(r"deleted (.*) before", " ".join(caplog.messages))
+
+    with watch(tmp_path, newest_only=False, after=10) as versions:
+        assert next_one(10, 20, 30) == (20, [])
+        assert next_one(deleted=(10,)) == (30, [])
+        assert next_one(70, 80, deleted=(20, 30)) == (70, ["step 40, step 50, step 60"])  # never seen
+        assert next_one(90, deleted=(80,)) == (90, ["step 80"])  # seen, and the last one is still there
+        assert next_one(100, deleted=(70, 90)) == (100, [])  # one is kept: nothing is missing
+        assert next_one(130) == (130, [])  # saved at longer intervals: the last one is still there
+    with watch(tmp_path) as versions:  # the newest only: a skip is meant
+        assert next_one() == (130, [])
+        assert next_one(160, 170, deleted=(100, 130)) == (170, [])
 
 
 @pytest.mark.slow(but=["False"])

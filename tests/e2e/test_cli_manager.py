@@ -193,6 +193,7 @@ def test_states_of_optimizers_are_one_line_and_no_weights(tmp_path: Path) -> Non
     assert "left out: the optimizer parts.0 (6 tensors); --names '*' takes everything" in exported.stdout
     assert "no config.json" in exported.stdout
     assert sorted(fastload.load(tmp_path / "hf")) == ["model.bias", "model.weight", "n"]
+    assert "all names begin with" not in exported.stdout
     everything = ("--to", "hf", "--names", "*")
     assert run_here("convert", str(tmp_path / "training"), str(tmp_path / "all"), *everything).exit_code == 0
     assert len(fastload.load(tmp_path / "all")) == 9
@@ -214,7 +215,21 @@ def test_a_weight_that_an_optimizer_shares_is_a_weight(
     assert any(re.search(r"opt: an optimizer +F32 +1 tensor +24 bytes", line) for line in lines)
     exported = run_here("convert", str(tmp_path / "training"), str(tmp_path / "hf"), "--to", "hf")
     assert "left out: the optimizer opt (1 tensor)" in exported.stdout
+    assert "all names begin with model.: --strip model. removes it" in exported.stdout
     assert_same_bits(fastload.load(tmp_path / "hf"), {"model.w": weight})
+    stripped = ("--to", "hf", "--strip", "model.")
+    exported = run_here("convert", str(tmp_path / "training"), str(tmp_path / "stripped"), *stripped)
+    assert "all names begin" not in exported.stdout
+    assert_same_bits(fastload.load(tmp_path / "stripped"), {"w": weight})
+
+
+def test_names_that_a_model_has_by_itself_are_not_to_be_stripped(tmp_path: Path) -> None:
+    fastload.save({"model.embed": torch.ones(2), "model.norm": torch.ones(3)}, tmp_path / "weights")
+    exported = run_here("convert", str(tmp_path / "weights"), str(tmp_path / "hf"), "--to", "hf")
+    assert exported.exit_code == 0
+    assert "all names begin" not in exported.stdout
+    lines = run_here("inspect", str(tmp_path / "hf")).stdout.splitlines()
+    assert [line for line in lines if "20 bytes" in line] == ["F32: 2 tensors, 20 bytes in 1 file (fastload)"]
 
 
 def test_states_of_optimizers_alone_are_no_model(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,3 +220,90 @@ def test_initial_weights_come_from_a_checkpoint(whole: Path, uninterrupted: str,
     fastload.save(state, tmp_path / "weights")
     second = Run(tmp_path / "second", "--init", str(tmp_path / "weights"), "--steps", "0").end()
     assert weights(second) == {uninterrupted}
+
+
+_OWN_PARTS = '''# Your model
+
+
+def make_model(args: argparse.Namespace) -> nn.Module:
+    """Returns a model whose forward pass changes buffers."""
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 5))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return []
+
+
+def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    inputs, labels = batch
+    return functional.cross_entropy(model(inputs), labels)
+
+
+# Your data
+
+
+def make_data(args: argparse.Namespace) -> Dataset[Any]:
+    inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(inputs, inputs.argmax(1))
+
+
+'''
+
+
+@pytest.fixture(scope="module")
+def own_training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of launch/train.py with another model and a finite data set of pairs."""
+    text = (_ROOT / "launch" / "train.py").read_text()
+    begin, end = text.index("# Your model"), text.index("# The training")
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(text[:begin] + _OWN_PARTS + text[end:])
+    return path
+
+
+def test_running_statistics_are_those_of_a_training_without_a_stop(
+    own_training: Path, tmp_path: Path
+) -> None:
+    def run(root: str, *, ranks: int, steps: int) -> str:
+        out = tmp_path / f"{root}-{ranks}-{steps}.out"
+        arguments = ["--steps", str(steps), "--batch", "20", "--log-every", "1", "--digest"]
+        command = [str(own_training), "--root", str(tmp_path / root), *arguments]
+        done = Forked(command, ranks=ranks, cwd=tmp_path, env=environ(), out=out, err=out).end(90)
+        assert done.returncode == 0, done.stdout
+        assert f"ends at step {steps} of {steps}" in done.stdout
+        return done.stdout
+
+    whole = run("whole", ranks=2, steps=12)
+    run("stopped", ranks=2, steps=7)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "alone")
+    again = run("stopped", ranks=2, steps=12)
+    assert "begins at step 7 of 12" in again
+    assert weights(again) == weights(whole)
+    assert len(weights(whole)) == 1
+    assert "begins at step 7 of 12" in run("alone", ranks=1, steps=12)
+    for root in ("whole", "stopped", "alone"):
+        saved = fastload.load(tmp_path / root / "step_00000012")
+        assert saved["model"]["1.num_batches_tracked"] == 12
+
+
+def test_the_data_of_a_step_depend_on_no_number_of_ranks(own_training: Path) -> None:
+    spec = importlib.util.spec_from_file_location("own_training", own_training)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    args = SimpleNamespace(batch=8, init=None, parallel="ddp", seed=3)
+    training = module.Training(args, 0, "cpu")
+
+    def batch(step: int, num_ranks: int) -> list[int]:
+        training.num_ranks, of_ranks = num_ranks, []
+        for training.rank in range(num_ranks):
+            of_ranks.append(training.numbers_of(step))
+        assert {len(numbers) for numbers in of_ranks} == {8 // num_ranks}
+        return [number for numbers in zip(*of_ranks, strict=True) for number in numbers]
+
+    steps = range(25)  # two epochs of 100 samples
+    numbers = [number for step in steps for number in batch(step, 1)]
+    for num_ranks in (2, 4):
+        assert [number for step in steps for number in batch(step, num_ranks)] == numbers
+    assert sorted(numbers[:100]) == sorted(numbers[100:]) == list(range(100))
+    assert len({tuple(numbers[:100]), tuple(numbers[100:]), tuple(range(100))}) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import CONFIG_NAME, INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
-from fastload.formats.state import leaves, optimizer_tensors, own_view, raise_refused
+from fastload.formats.state import children, leaves, optimizer_tensors, own_view, raise_refused
 from fastload.formats.untrusted import parse_json
 from fastload.geometry.box import Box, row_major, runs_of
 from fastload.geometry.dtensors import is_dtensor, local_parts
@@ -157,8 +157,21 @@ def convert(
             for name, stored in left_out.items():
                 number = count(len(stored), "tensor")
                 click.echo(f"left out: the optimizer {shown(name)} ({number}); --names '*' takes everything")
+            if not strip and (prefix := _key_of_all(checkpoint.manifest, parts.tensors)):
+                click.echo(f"all names begin with {shown(prefix)}: --strip {shown(prefix)} removes it")
             if CONFIG_NAME not in companions:
                 click.echo(f"no {CONFIG_NAME}, without which it is no model: --config-from DIR copies one")
+
+
+def _key_of_all(manifest: Manifest, names: Iterable[str]) -> str:
+    """Returns the start of the names that is a key of the saved state, such as ``model.``; else empty.
+
+    Parts of names that a model has by itself, such as ``model.layers``, are no keys of the state.
+    """
+    keys = children(manifest.structure) if manifest.structure is not None else None
+    prefixes = {name.partition(".")[0] for name in names}
+    is_key = len(prefixes) == 1 and keys is not None and prefixes <= {name for name, _ in keys.values()}
+    return f"{prefixes.pop()}." if is_key and all("." in name for name in names) else ""
 
 
 def _require_writable(dst: str, to: str, *, overwrite: bool) -> None:
