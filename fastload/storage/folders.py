@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -275,6 +276,16 @@ def make_folders(path: str) -> None:
             os.mkdir(one)
         with closing(os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY)) as folder:
             os.fsync(folder)
+
+
+def require_writable(path: str) -> None:
+    """Creates a directory if it is missing, and tries to write there.
+
+    Raises:
+        OSError: This process cannot.
+    """
+    make_folders(path)
+    os.rmdir(tempfile.mkdtemp(prefix=".fastload-", dir=path))
 
 
 def last_change(folder: int) -> float:
