@@ -5,12 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -38,6 +35,7 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.options import LoadOptions, Patience, StageOptions
 from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
+from fastload.storage.folders import similar_name
 
 if TYPE_CHECKING:
     from fastload.transfer.read import CachedBytes
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_LISTED = 1000  # names of a directory, for a message
 _MAX_PACKED_BYTES = 16 << 10  # of a manifest that is sent with a response
 _REPLACED = b"replaced"  # instead of a packed manifest
 _NUM_SAMPLES = 256
@@ -249,8 +246,9 @@ class _Opening:
         source = views.index(max(views))  # an empty mount point must not hide the files from the others
         if not views[source]:
             where = "any of the hosts" if world.size > 1 else world.host
-            message = f"{storage.url}: no such checkpoint on {where}{_similar_name(storage.url)}"
-            raise CheckpointNotFound(message)
+            similar = similar_name(storage.url)
+            hint = f"; did you mean {similar}?" if similar else ""
+            raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}{hint}")
         if (early := responses[source]["manifest"]) is None:
             self._share_manifest(storage, source, is_last=is_last)
         elif self._manifest is None:
@@ -334,20 +332,6 @@ class _Opening:
             return not storage.agrees_with(fresh)
         finally:
             fresh.close()
-
-
-def _similar_name(url: str) -> str:
-    """Returns the name next to a local path that is most like it, for a message; empty if none is."""
-    folder, name = os.path.split(url)
-    if not os.path.isabs(url):
-        return ""
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in islice(entries, _MOST_LISTED) if not entry.name.startswith(".")]
-    except OSError:
-        return ""
-    similar = get_close_matches(name, names, n=1)
-    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def reopen_exactly(world: World, access: Access) -> Access:

@@ -423,7 +423,7 @@ class CheckpointManager:
         self._require_open()
         began = time.perf_counter()
         own_metrics = metrics if self._world.rank == 0 else None
-        problem = _problem_with(step, own_metrics)
+        problem: FastloadError | None = _problem_with(step, own_metrics)
         if problem is not None and self._world.size == 1:
             raise problem
         if problem is not None:  # this rank meets the others where they are, and they hear of it

@@ -366,7 +366,8 @@ class Multipart:
             key = upload["Key"].removeprefix(parent)
             may_be_old = begun and upload["UploadId"] not in ours and self._may_be_of_a_save(key)
             if may_be_old and (min(begun) - upload["Initiated"]).total_seconds() > age_s:
-                old.append(Upload(*key.split("/"), upload["UploadId"]))
+                checkpoint, _, file = key.partition("/")
+                old.append(Upload(checkpoint, file, upload["UploadId"]))
         return old
 
     def remove_empty(self, folder: str) -> None:
