@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from fastload.formats.sources import ByteSource
     from fastload.report import LoadReport, SaveReport, StageReport
 
+    # Of a field whose type is a descriptor, type checkers take the argument from `__set__`.
+
+    class _Size:
+        def __get__(self, options: object, kind: type | None = None) -> int: ...
+        def __set__(self, options: object, size: int | str) -> None: ...
+
+    class _SizeOrNone:
+        def __get__(self, options: object, kind: type | None = None) -> int | None: ...
+        def __set__(self, options: object, size: int | str | None) -> None: ...
+
+
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
 PerRankMismatch = Literal["error", "skip"]
@@ -281,15 +292,19 @@ def _parsed(name: str, text: str) -> int:
 
 
 _O = TypeVar("_O", bound=type[_Options])
+_SIZE_TYPES = {"_Size": "int | str", "_SizeOrNone": "int | str | None"}
 
 
 def _with_defaults_shown(options: _O) -> _O:
-    """Shows the defaults in the signature, not ``<factory>``."""
+    """Shows the defaults in the signature, not ``<factory>``, and the types of sizes."""
     init: Any = options.__init__
     signature = inspect.signature(init)
     init.__signature__ = signature.replace(
         parameters=[
-            parameter.replace(default=_WITH_VARIABLES[name].default) if name in _WITH_VARIABLES else parameter
+            parameter.replace(
+                default=_WITH_VARIABLES[name].default if name in _WITH_VARIABLES else parameter.default,
+                annotation=_SIZE_TYPES.get(parameter.annotation, parameter.annotation),
+            )
             for name, parameter in signature.parameters.items()
         ]
     )
@@ -340,8 +355,8 @@ class LoadOptions(_Options):
     """
 
     strategy: Strategy = _setting("strategy")
-    chunk_bytes: int | None = _setting("chunk_bytes")
-    staging_bytes: int = _setting("staging_bytes")
+    chunk_bytes: _SizeOrNone = _setting("chunk_bytes")
+    staging_bytes: _Size = _setting("staging_bytes")
     timeout_s: float = _setting("timeout_s")
     io: IoMode = _setting("io")
     read_threads: int | None = _setting("read_threads")
@@ -349,7 +364,7 @@ class LoadOptions(_Options):
     verify: bool = _setting("verify")
     per_rank_mismatch: PerRankMismatch = _setting("per_rank_mismatch")
     atomic: bool = _setting("atomic")
-    prefetch_bytes: int | None = _setting("prefetch_bytes")
+    prefetch_bytes: _SizeOrNone = _setting("prefetch_bytes")
     dequantize: bool = _setting("dequantize")
     bases: str | os.PathLike[str] | None = _setting("bases")
     trace: str | os.PathLike[str] | None = _setting("trace")
@@ -403,10 +418,10 @@ class SaveOptions(_Options):
         OptionError: A value cannot be used.
     """
 
-    max_shard_bytes: int = _setting("max_shard_bytes")
-    block_bytes: int | None = _setting("block_bytes")
+    max_shard_bytes: _Size = _setting("max_shard_bytes")
+    block_bytes: _SizeOrNone = _setting("block_bytes")
     writers: int | Literal["auto", "all", "host"] = _setting("writers")
-    staging_bytes: int = _setting("staging_bytes")
+    staging_bytes: _Size = _setting("staging_bytes")
     io: IoMode = _setting("io")
     write_threads: int | None = _setting("write_threads")
     overwrite: bool | None = None
@@ -484,8 +499,8 @@ class StageOptions(_Options):
 
     overwrite: bool = False
     verify: bool = _setting("verify")
-    chunk_bytes: int | None = _setting("chunk_bytes")
-    staging_bytes: int = _setting("staging_bytes")
+    chunk_bytes: _SizeOrNone = _setting("chunk_bytes")
+    staging_bytes: _Size = _setting("staging_bytes")
     timeout_s: float = _setting("timeout_s")
     io: IoMode = _setting("io")
     read_threads: int | None = _setting("read_threads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from fastload.errors import (
 )
 
 T = TypeVar("T")
+
+_OWN_RANK = re.compile(r" \(this is rank [^)]*\)")
 
 
 def joint_error(
@@ -44,7 +47,8 @@ def joint_error(
     failures = causes_only or failures
     source = min(failures)
     first = failures[source]
-    same = len({(type(error), str(error)) for error in failures.values()}) == 1
+    # A joint error of another call differs between ranks only in which rank it is.
+    same = len({(type(error), _OWN_RANK.sub("", str(error), 1)) for error in failures.values()}) == 1
     everywhere = same and len(failures) == size
     # Errors of libraries come as `FastloadError` from other ranks.
     is_fastload = all(isinstance(error, FastloadError) for error in (first, own) if error is not None)

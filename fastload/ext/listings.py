@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import click
@@ -14,6 +15,7 @@ from fastload.base.units import count
 from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
 from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Delta, TensorEntry
+from fastload.formats.open import Sight, look
 from fastload.formats.state import optimizer_tensors, own_view
 from fastload.geometry.box import row_major
 from fastload.options import LoadOptions
@@ -212,6 +214,11 @@ def _catalog(root: str | None) -> Catalog:
 def _entries(catalog: Catalog) -> list[Entry]:
     entries = catalog.entries()
     if not entries:
+        with closing(catalog.open_storage(catalog.root)) as storage:
+            if look(storage) == Sight.CHECKPOINT:
+                raise CheckpointNotFound(
+                    f"{catalog.root}: this is a checkpoint, not a run: fastload inspect shows it"
+                )
         raise CheckpointNotFound(f"{catalog.root}: no checkpoints named step_00000001 and so on")
     return entries
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 from fastload.base.registry import extension, extension_module, extensions
-from fastload.errors import CheckpointNotFound, ManifestError, OptionError
+from fastload.errors import CheckpointNotFound, ManifestError, OptionError, StorageError
 from fastload.formats.layers import SEAL, layer
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
@@ -51,6 +51,7 @@ from fastload.storage import FileStat, FileWithSibling, Storage
 _log = logging.getLogger(__name__)
 
 _KIND = "formats"  # of extensions
+_STEPS = "step_"  # begins the names of a run's checkpoints
 _EXTENSION = ""
 _FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # the first that fits is used
     (is_recorded, "record"),
@@ -171,7 +172,7 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
     if names is not None:
         read = _folder_reader(storage, names)
         if read is None:
-            raise CheckpointNotFound(_without_files(storage.url, names))
+            raise CheckpointNotFound(f"{storage.url}: {_run_here(storage) or _without_files(names)}")
         manifest = read(exact=exact)
         if sealed and SEAL_NAME in names and not manifest.block_bytes:
             manifest = layer(SEAL, storage.url).read(storage, manifest, partial(read, exact=True))
@@ -179,7 +180,7 @@ def read_manifest(storage: Storage, *, exact: bool = False, sealed: bool = True)
     files = ["", SEAL_NAME] if sealed and isinstance(storage, FileWithSibling) else [""]
     stat, *seals = do_at_once(storage, [partial(storage.stat, name) for name in files])
     if stat is None:
-        raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
+        raise CheckpointNotFound(f"{storage.url}: {_run_here(storage) or 'no such checkpoint'}")
     read = _file_reader(storage, stat)
     manifest = read(exact=exact)
     if any(seals):
@@ -303,15 +304,28 @@ def _module(name: str) -> Any:
     return extension_module(f"formats.{name}")
 
 
-def _without_files(url: str, names: Sequence[str]) -> str:
+def _run_here(storage: Storage) -> str:
+    """Returns what to do with the directory of a `CheckpointManager`; empty if there are no steps in it."""
+    try:
+        folders = storage.folders(_STEPS)
+    except StorageError:  # storage without listings
+        return ""
+    steps = [name for name, folder in folders.items() if RECORD_NAME in folder.files]
+    if not steps:
+        return ""
+    last = max(steps, key=lambda name: (len(name), name))
+    return f"this is a run: name a checkpoint in it, such as {last}; fastload ls lists them"
+
+
+def _without_files(names: Sequence[str]) -> str:
     found = f"its {len(names)} files are {show(sorted(names))}" if names else "it has no files"
     if any(name.endswith(TORCH_ENDINGS) for name in names):
         found += ": to load a file of torch.save, name it"
     elif "latest" in names:
         found += ": to load a checkpoint below it, name the directory of a step"
     if SHARDING_NAME in names:  # parts of tensors, which may look like complete ones
-        return f"{url}: its {SHARDING_NAME} is for none of {asked_formats()}; {found}"
-    return f"{url}: no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"
+        return f"its {SHARDING_NAME} is for none of {asked_formats()}; {found}"
+    return f"no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"
 
 
 def find_format(files: Sequence[str] | None, head: bytes) -> NamedFormat | None:

@@ -35,6 +35,7 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.options import LoadOptions, Patience, StageOptions
 from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
+from fastload.storage.folders import similar_name
 
 if TYPE_CHECKING:
     from fastload.transfer.read import CachedBytes
@@ -253,7 +254,9 @@ class _Opening:
         source = views.index(max(views))  # an empty mount point must not hide the files from the others
         if not views[source]:
             where = "any of the hosts" if world.size > 1 else world.host
-            raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
+            similar = similar_name(storage.url)
+            hint = f"; did you mean {similar}?" if similar else ""
+            raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}{hint}")
         if (early := responses[source]["manifest"]) is None:
             self._share_manifest(storage, source, is_last=is_last)
         elif self._manifest is None:

@@ -6,6 +6,7 @@ No failure is lost.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
-from fastload.errors import DeadlineExceeded, WorldError
+from fastload.errors import DeadlineExceeded, FastloadError, WorldError
 from fastload.report import SaveReport
 from fastload.saving.snapshot import BufferPool, Snapshot
 
@@ -184,13 +185,24 @@ def await_end(handle: SaveHandle) -> None:
 
 
 def raise_unseen() -> None:
-    """Raises the error of a failed save for which `wait` was not called."""
+    """Raises the error of a failed save for which `wait` was not called, and says which save it is of."""
     for handle in SaveHandle._unseen:
         if handle.report is None and not handle._caller_raises:
             try:
                 handle.wait()
+            except FastloadError as error:
+                raise _of_earlier_save(error, handle._url) from error.__cause__
             finally:
                 del handle  # as in `SaveHandle.wait`
+
+
+def _of_earlier_save(error: FastloadError, url: str) -> FastloadError:
+    """Returns the error of a save as another call raises it."""
+    earlier, text = copy.copy(error), str(error.args[0])
+    own = f"saving to {url}"
+    text = text.removeprefix(own) if text.startswith(own) else f" failed: {text}"
+    earlier.args = (f"the earlier save to {url}{text}",)
+    return earlier
 
 
 def in_doubt() -> bool:

@@ -12,8 +12,11 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from itertools import islice
 
 from fastload.errors import FastloadError, StorageError
 
@@ -26,6 +29,7 @@ _RENAME_EXCHANGE = 2
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MAX_SMALL_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 1 << 20
+_MOST_LISTED = 1000  # to find a similar name
 _MAX_LINKS = 40  # as the kernel follows
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -275,6 +279,26 @@ def make_folders(path: str) -> None:
             os.mkdir(one)
         with closing(os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY)) as folder:
             os.fsync(folder)
+
+
+def require_writable(path: str) -> None:
+    """Creates a directory if it is missing, and tries to write there.
+
+    Raises:
+        OSError: This process cannot.
+    """
+    make_folders(path)
+    os.rmdir(tempfile.mkdtemp(prefix=".fastload-", dir=path))
+
+
+def similar_name(path: str) -> str:
+    """Returns the name next to a local path that is most like it; empty if none is, or for a URL."""
+    folder, name = os.path.split(path)
+    found: list[str] = []
+    if os.path.isabs(path):
+        with suppress(OSError), os.scandir(folder) as entries:
+            found = [entry.name for entry in islice(entries, _MOST_LISTED) if not entry.name.startswith(".")]
+    return next(iter(get_close_matches(name, found, n=1)), "")
 
 
 def last_change(folder: int) -> float:

@@ -297,6 +297,8 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r":?\s*<(?:\?xml|!doctype|html|error)\b.*", re.IGNORECASE)
+# What botocore says of its own retries. There are none, since fastload repeats its requests.
+_OWN_RETRIES = re.compile(r" \(reached max retries: 0\)")
 # Why a connection failed, which is innermost in the debug text of obstore: `message: "Connection refused",`
 _REASON = re.compile(r'HttpError \{.*^ *(?:\w+: )?"?(\w[^\n]*?)"?[\s\])},]*\Z', re.MULTILINE | re.DOTALL)
 _MOST_CHARS = 300  # shown of a server's response
@@ -350,7 +352,9 @@ class Secrets:
             raise
         except Exception as error:
             message, transient = self.first_line(error) + advice(error), is_transient(error)
-            raise StorageError(message, url, offset, nbytes, transient=transient) from self.clean(error)
+            attempts = getattr(error, "attempts", 1)  # see `patiently`
+            cause = self.clean(error)
+            raise StorageError(message, url, offset, nbytes, attempts, transient=transient) from cause
 
     def clean(self, error: Exception) -> Exception:
         """Removes the credentials from a library error and its causes, which tracebacks print."""
@@ -389,7 +393,7 @@ def basic_auth(location: Location) -> str | None:
 
 def _first_line(text: str) -> str:
     """Returns the first line of a message with the reason, or code and message of an XML response in it."""
-    line, *markup = _MARKUP.split(text.split("\n", 1)[0])
+    line, *markup = _MARKUP.split(_OWN_RETRIES.sub("", text.split("\n", 1)[0]))
     if not markup:
         reason = _REASON.search(text)
         return f"{line}: {reason[1]}" if reason else line

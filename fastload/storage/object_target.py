@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastload.base.threads import at_once, in_threads
 from fastload.errors import CheckpointExists, DeadlineExceeded, OptionError, StorageError
@@ -31,6 +31,7 @@ from fastload.storage.base import (
 from fastload.storage.destination import kept_names
 from fastload.storage.process import Owner, living_saves
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _REFRESH_S = 60.0
@@ -68,6 +69,14 @@ class Keys:
     def published(self, name: str) -> str:
         """Returns the key of a published file."""
         return f"{self.name}/{name}"
+
+
+class Upload(NamedTuple):
+    """An unfinished upload: name of the checkpoint, name of the file, and id."""
+
+    checkpoint: str
+    file: str
+    id: str
 
 
 class Uploads(Protocol):
@@ -108,8 +117,11 @@ class Uploads(Protocol):
     def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
         """Aborts unfinished uploads to the checkpoint of that name."""
 
-    def give_up_old(self, age_s: float) -> list[str]:
-        """Aborts uploads below the same parent that are this old and have no owner; returns their URLs."""
+    def find_old(self, age_s: float) -> list[Upload]:
+        """Returns uploads below the same parent that began this long before those of this save.
+
+        Both times are the store's. Empty if it does not tell when those of this save began.
+        """
 
     def remove_empty(self, folder: str) -> None:
         """Removes a directory directly below the parent, whose files have been deleted."""
@@ -407,10 +419,13 @@ class ObjectTarget:
             try:
                 # Of two puts, a store that supports conditions refuses the second. Not at once: some stores
                 # answer 500 to one of two writers of one object.
-                self._put_owner()
+                look = partial(self._uploads.find_old, _ABANDONED_S)
+                _, old = at_once(self._put_owner, partial(self._warned, look))
                 owner.decides = not self._put_owner()
                 if folders:
                     self._warned(partial(self._remove_abandoned, folders))
+                if old:
+                    self._warned(partial(self._end_old_uploads, old, folders))
             except BaseException:
                 self.abort()
                 raise
@@ -427,10 +442,9 @@ class ObjectTarget:
 
         try:
             folders: list[str]
-            _, folders, _, _ = at_once(
+            _, folders, _ = at_once(
                 partial(owner.check_free, self._sizes),
                 partial(self._warned, self._pending_folders),
-                partial(self._warned, self._end_old_uploads),
                 begin,
             )
         except BaseException:
@@ -439,8 +453,8 @@ class ObjectTarget:
             raise
         return folders
 
-    def _warned(self, clean: Callable[[], list[str]]) -> list[str]:
-        """Returns a result of a part of `clean_abandoned`; on errors none, with a warning."""
+    def _warned(self, clean: Callable[[], list[T]]) -> list[T]:
+        """Returns the result of a part of the cleaning; on errors none, with a warning."""
         try:
             with self._errors(""):
                 return clean()
@@ -544,11 +558,21 @@ class ObjectTarget:
 
     def clean_abandoned(self) -> list[str]:
         with self._errors(""):
-            ended, folders = at_once(self._end_old_uploads, self._pending_folders)
-            return [*self._remove_abandoned(folders), *ended]
+            return self._remove_abandoned(self._pending_folders())
 
-    def _end_old_uploads(self) -> list[str]:
-        return self._uploads.give_up_old(_ABANDONED_S)
+    def _end_old_uploads(self, old: Iterable[Upload], folders: Iterable[str]) -> list[Upload]:
+        """Aborts the old uploads that no owner file names, and returns them: their saves died before that.
+
+        Args:
+            old: Old uploads.
+            folders: Pending directories; what dead saves have left there is removed.
+        """
+        leases = [Lease.parse(self._bucket.get(keys.owner)) for keys in _keys_of(folders)]
+        owned = {upload for lease in leases for upload in lease.uploads.values()}
+        dead = [upload for upload in old if upload.id not in owned]
+        for upload in dead:
+            self._uploads.give_up(upload.checkpoint, {upload.file: upload.id})
+        return dead
 
     def _pending_folders(self) -> list[str]:
         return [*self._bucket.folders(".")]  # as names of pending directories begin
@@ -557,16 +581,13 @@ class ObjectTarget:
         """Removes what dead saves have left in pending directories; returns their URLs."""
         parent = self.url.rpartition("/")[0]
         removed, failures = [], []
-        for folder in folders:
-            if (name := saved_name(folder)) is None:
-                continue
-            keys = Keys(name, folder.split(".")[-2])
+        for keys in _keys_of(folders):
             try:
                 lease = Lease.parse(self._bucket.get(keys.owner), keys.token)
                 if self._is_abandoned(keys, lease):
                     self._clear_published(keys)
                     self._discard(keys, lease.uploads)
-                    removed.append(f"{parent}/{folder}")
+                    removed.append(f"{parent}/{keys.folder}")
             except Exception as error:  # the others are removed all the same
                 failures.append(error)
         if failures:
@@ -640,6 +661,12 @@ class ObjectTarget:
             _log.warning("%s: cannot remove %s: %s", self.url, what, self._bucket.secrets.first_line(error))
 
 
+def _keys_of(folders: Iterable[str]) -> list[Keys]:
+    """Returns the keys of the saves that have these pending directories."""
+    found = [(saved_name(folder), folder.split(".")) for folder in folders]
+    return [Keys(name, parts[-2]) for name, parts in found if name is not None]
+
+
 class Streams:
     """Sequential uploads: one rank writes each file as a pending object, which the store renames.
 
@@ -688,7 +715,7 @@ class Streams:
     def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
         pass  # objects that are not closed do not exist; the others are pending
 
-    def give_up_old(self, age_s: float) -> list[str]:
+    def find_old(self, age_s: float) -> list[Upload]:
         return []
 
     def remove_empty(self, folder: str) -> None:

@@ -51,8 +51,9 @@ def patiently(
             return ask()
         except Exception as error:
             left_s, asked_s = deadline - time.monotonic(), 0.0
+            vars(error)["attempts"] = attempt  # also of a library's error, which becomes a `StorageError`
             if isinstance(error, StorageError):
-                error.attempts, asked_s = attempt, error.retry_after_s
+                asked_s = error.retry_after_s
             pause_s = asked_s + min(_backoff_s(attempt), (left_s - asked_s) / 4)
             if not is_transient(error) or attempt > patience.retries or asked_s >= left_s:
                 raise

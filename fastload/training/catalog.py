@@ -28,6 +28,7 @@ from fastload.storage import (
     open_patiently,
     open_target,
 )
+from fastload.storage.folders import os_errors, require_writable
 from fastload.training.retention import KeepPolicy, Point, SavedCheckpoint, StoredCheckpoint, expendable
 
 MAX_STEP = MAX_INT
@@ -346,6 +347,16 @@ class Catalog:
         """Removes the remains of dead saves below the root; returns their paths."""
         with closing(self.target(0)) as target:
             return target.clean_abandoned()
+
+    def require_writable(self) -> None:
+        """Creates a local root, and tries to write there.
+
+        Raises:
+            StorageError: This process cannot.
+        """
+        if not self.root.scheme:
+            with os_errors(self.root.url):
+                require_writable(self.root.address)
 
     def target(self, step: int) -> Target:
         """Opens write access to the checkpoint of a step."""

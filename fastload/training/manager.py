@@ -15,7 +15,7 @@ from fastload.base.registry import extension
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
-from fastload.errors import FastloadError, OptionError, WorldError
+from fastload.errors import FastloadError, OptionError, StorageError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience, SaveOptions
 from fastload.saving.background import QueuedSave, SaveHandle
@@ -423,7 +423,7 @@ class CheckpointManager:
         self._require_open()
         began = time.perf_counter()
         own_metrics = metrics if self._world.rank == 0 else None
-        problem = _problem_with(step, own_metrics)
+        problem: FastloadError | None = _problem_with(step, own_metrics)
         if problem is not None and self._world.size == 1:
             raise problem
         if problem is not None:  # this rank meets the others where they are, and they hear of it
@@ -441,6 +441,7 @@ class CheckpointManager:
                 return
         if self._tier is not None and self._schedule.stop_requested:
             self._tier.yield_to_training()
+        problem = problem or self._problem_with_root()
         saved = SavedCheckpoint(step, 0.0, metrics_of(metadata), branch)
         request = SaveRequest(saved, path, self._schedule.stop_requested, is_void=problem is not None)
         if failed := self._schedule.pause(lambda: self._pending.make_room(request)):
@@ -454,6 +455,19 @@ class CheckpointManager:
             self._cleaner.prune(has_succeeded, step, damaged=set(self._catalog.damaged))
             if not self._policy.async_:
                 self._finish()
+
+    def _problem_with_root(self) -> StorageError | None:
+        """Returns why this rank cannot write to a local root, before the first save is durable; else None.
+
+        Not when the manager opens: one that only restores needs no write access.
+        """
+        is_first = self._world.rank == 0 or self._policy.options.shared is False  # to write at the root
+        if is_first and self._pending.newest is None:
+            try:
+                self._catalog.require_writable()
+            except StorageError as error:
+                return error
+        return None
 
     def _raise_failed(self, number: int) -> None:
         """Raises the error of a failed save on all ranks."""

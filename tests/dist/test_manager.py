@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,7 +22,14 @@ import torch.distributed as dist
 import fastload
 from fastload import CheckpointManager, SaveOptions
 from fastload.comm.rendezvous import StoreRendezvous
-from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
+from fastload.errors import (
+    CheckpointNotFound,
+    FastloadError,
+    OptionError,
+    PlanMismatch,
+    StorageError,
+    WorldError,
+)
 from fastload.policies import Measured
 from fastload.storage.local_target import LocalTarget
 from fastload.training import schedule
@@ -230,6 +238,14 @@ def test_alone_it_needs_no_process_group(tmp_path: Path) -> None:
         manager.latest()
 
 
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_root_that_nobody_can_write_is_an_error_of_the_first_save(async_: bool) -> None:
+    with manage(Path("/proc/no-run"), async_=async_) as manager:
+        assert manager.latest() is None, "which needs no write access"
+        with pytest.raises(StorageError, match=r"^/proc/no-run"):
+            manager.save(1, state_of(1))
+
+
 # Save and restore
 
 
@@ -434,8 +450,11 @@ def test_a_save_that_failed_in_the_background_surfaces_at_the_next_call(
         ):
             with broken_publish() if rank == 0 else nothing():
                 manager.save(100 + number, state_of(number))
-                with pytest.raises(FastloadError, match="no more room"):
+                with pytest.raises(FastloadError, match="no more room") as raised:
                     call() if call is not None else ask_until_told(manager)
+                told = str(raised.value)
+                assert re.match(f"(the earlier save|saving) to .*/step_0*{100 + number}", told), told
+                assert told.count("no more room") == 1
             assert manager.all_steps() == list(range(number))
             manager.save(number, state_of(number))
             manager.wait()

@@ -189,7 +189,8 @@ def test_failure_in_the_background_is_raised_by_the_next_save(rank: int, world: 
     while not handle.done():
         pass
     with pytest.raises(
-        fastload.FastloadError, match=r"exists: pass options=fastload.SaveOptions\(overwrite=True\)"
+        fastload.FastloadError,
+        match=r"^the earlier save to .*/step .*exists: pass options=fastload.SaveOptions\(overwrite=True\)",
     ):
         fastload.save(make_state(), tmp_path / "other", options=SMALL)
     fastload.save(make_state(), tmp_path / "other", options=SMALL)

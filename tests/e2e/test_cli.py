@@ -134,6 +134,24 @@ def test_an_error_under_torchrun_is_told_once(tmp_path: Path) -> None:
     assert "fastload/api.py" not in done.stderr, "a user's mistake needs no traceback"
 
 
+def test_a_path_that_is_nearly_right(tmp_path: Path) -> None:
+    """A run in place of a checkpoint, a checkpoint in place of a run, and a typing error."""
+    for step in (8, 40):
+        fastload.save({"a": torch.ones(2)}, tmp_path / "run" / f"step_{step:08d}")
+    (tmp_path / "run" / "step_00000050").mkdir()
+    path = str(tmp_path / "run")
+    for command in ("inspect", "verify", "load"):
+        done = run(command, path)
+        told = "this is a run: name a checkpoint in it, such as step_00000040; fastload ls lists them"
+        assert done.stderr == f"fastload: CheckpointNotFound: {path}: {told}\n"
+    done = run("ls", f"{path}/step_00000040")
+    assert "this is a checkpoint, not a run: fastload inspect shows it" in done.stderr
+    with pytest.raises(fastload.CheckpointNotFound, match=r"; did you mean step_00000040\b"):
+        fastload.load(f"{path}/step_0000040")
+    with pytest.raises(fastload.CheckpointNotFound, match=r"no such checkpoint on \S+$"):
+        fastload.load(f"{path}/other")
+
+
 def test_errors_alone(tmp_path: Path) -> None:
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"junk" * 10)

@@ -1,4 +1,4 @@
-"""The training loops of README and docs pass mypy as strictly as fastload itself does."""
+"""The training loops of README and docs, and sizes as text, pass mypy as strictly as fastload itself does."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ step: int
 def train(_: Any, /) -> float: return 0.0
 """
 
+SIZES = """
+import fastload
+load = fastload.LoadOptions(staging_bytes="128MiB", prefetch_bytes="8GiB", chunk_bytes=None)
+save = fastload.SaveOptions(max_shard_bytes="5GB", block_bytes=1 << 20)
+total: int = load.staging_bytes + save.max_shard_bytes
+ahead: int | None = load.prefetch_bytes
+"""
+
 
 def blocks() -> dict[str, str]:
     """The python blocks of these pages, as modules by name."""
@@ -46,7 +54,7 @@ def blocks() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_training_loops_pass_mypy(tmp_path: Path) -> None:
-    for name, code in blocks().items():
+    for name, code in (blocks() | {"sizes": SIZES}).items():
         (tmp_path / f"{name}.py").write_text(code)
     # With the options of the project, so that both share what mypy has kept of torch.
     arguments = ["-m", "mypy", "--no-error-summary", *map(str, sorted(tmp_path.glob("*.py")))]

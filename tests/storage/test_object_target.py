@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import threading
 import time
@@ -32,6 +33,7 @@ from fastload.storage.process import Owner
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
 from tests.e2e.forked import forking_python
+from tests.storage.gateway import Answer, Request, serving_gateway
 from tests.storage.s3_server import BUCKET, client_of, s3_server
 
 OLD = {"a": b"old a", "b": b"old b", "gone": b"gone"}
@@ -604,12 +606,45 @@ def test_old_uploads_that_nobody_owns_are_ended(
     others = [bucket.key(name) for name in ("data/video.mp4", "data/deep/model.safetensors")]
     for key in (ours, *others):
         bucket.client.create_multipart_upload(Bucket=BUCKET, Key=key)
-    assert target.clean_abandoned() == []
-    monkeypatch.setattr(object_target, "_ABANDONED_S", -1.0)
-    assert target.clean_abandoned() == [f"s3://{BUCKET}/{ours}"]
-    assert target.clean_abandoned() == []
-    left = bucket.client.list_multipart_uploads(Bucket=BUCKET, Prefix=bucket.key(""))["Uploads"]
-    assert sorted(upload["Key"] for upload in left) == sorted(others)
+
+    def left() -> list[str]:
+        listed = bucket.client.list_multipart_uploads(Bucket=BUCKET, Prefix=bucket.key(""))
+        return sorted(upload["Key"] for upload in listed["Uploads"])
+
+    target.prepare([("a", 5)], overwrite=False)
+    assert left() == sorted([ours, *others, bucket.key("step/a")])
+    target.abort()
+    monkeypatch.setattr(object_target, "_ABANDONED_S", -3600.0)
+    target.prepare([("a", 5)], overwrite=False)
+    assert left() == sorted([*others, bucket.key("step/a")])
+
+
+def _dated_2010(request: Request, answer: Answer) -> Answer:
+    body = re.sub(rb"<Initiated>[^<]*", b"<Initiated>2010-11-10T20:48:33.000Z", answer.body)
+    return replace(answer, body=body)
+
+
+@pytest.mark.parametrize("case", ["dates of the store", "longer than a day"])
+def test_the_upload_of_a_living_save_is_left_alone(
+    s3: dict[str, Any], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its date: the S3 of moto gives all uploads one of 2010."""
+    with serving_gateway(s3["endpoint"]) as gateway:
+        storage = {**s3, "endpoint": gateway.url}
+        root = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        living, other = (open_target(f"{root}/{name}", NAMES, storage) for name in ("step", "other"))
+        file = "model.safetensors"
+        living.prepare([(file, 5)], overwrite=False)
+        if case == "dates of the store":
+            gateway.change = _dated_2010
+        else:
+            monkeypatch.setattr(object_target, "_ABANDONED_S", -3600.0)
+        other.clean_abandoned()
+        other.prepare([(file, 5)], overwrite=False)
+        for target in (living, other):
+            target.write(file, 0, memoryview(b"abcde"))
+            target.publish([target.flush()], [(RECORD_NAME, b"{}")])
+            target.close()
 
 
 def test_a_part_that_fails_for_good(tmp_path: Path) -> None:
@@ -617,7 +652,8 @@ def test_a_part_that_fails_for_good(tmp_path: Path) -> None:
         url = f"s3://{BUCKET}/runs/step"
         target = open_target(url, NAMES, options, patience=Patience(1, 10, 2))
         target.prepare([("a", 5)], overwrite=False)
-    with pytest.raises(StorageError, match=rf"{url}/a \[bytes 0-5\]: EndpointConnectionError"):
+    refused = rf"{url}/a \[bytes 0-5\]: EndpointConnectionError: .* after 2 attempts$"
+    with pytest.raises(StorageError, match=refused):
         target.write("a", 0, memoryview(b"abcde"))
     with pytest.raises(StorageError, match="EndpointConnectionError"):
         target.flush()

@@ -8,7 +8,6 @@ import logging
 import os
 import ssl
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from fastload.ext.remote.s3_settings import is_on, new_session
 from fastload.options import Patience
 from fastload.storage.base import Names
 from fastload.storage.location import Location
-from fastload.storage.object_target import Keys
+from fastload.storage.object_target import Keys, Upload
 from fastload.storage.process import making_client
 from fastload.storage.retry import patiently
 
@@ -348,21 +347,27 @@ class Multipart:
         folder, slash, name = key.partition("/")
         return bool(folder and slash) and "/" not in name and name.endswith(self._file_endings)
 
-    def give_up_old(self, age_s: float) -> list[str]:
-        """Aborts uploads of saves that died before they wrote their owner file."""
-        bucket, old = self._bucket, list[str]()
-        parent = bucket.key("")
+    def find_old(self, age_s: float) -> list[Upload]:
+        bucket, parent = self._bucket, self._bucket.key("")
         pages = self._client.get_paginator("list_multipart_uploads")
+        ours = set(self._uploads.values())
         try:
-            for page in bucket.ask_s3(lambda: list(pages.paginate(Bucket=bucket.bucket, Prefix=parent))):
-                for upload in page.get("Uploads", ()):
-                    is_ours = self._may_be_of_a_save(upload["Key"].removeprefix(parent))
-                    if is_ours and time.time() - upload["Initiated"].timestamp() > age_s:
-                        self._end(upload["Key"], upload["UploadId"])
-                        old.append(f"s3://{bucket.bucket}/{upload['Key']}")
+            listed = bucket.ask_s3(lambda: list(pages.paginate(Bucket=bucket.bucket, Prefix=parent)))
         except self._client.exceptions.ClientError as error:
             if error_code(error) not in _GONE:  # the response of some stores without any uploads
-                _log.warning("%s: cannot look for uploads of dead saves: %s", bucket.url, error)
+                reason = bucket.secrets.first_line(error)
+                _log.warning("%s: cannot look for uploads of dead saves: %s", bucket.url, reason)
+            return []
+        uploads = [upload for page in listed for upload in page.get("Uploads", ())]
+        # Not by the clock of this host, which may be wrong. Some stores have one date for all uploads.
+        begun = [upload["Initiated"] for upload in uploads if upload["UploadId"] in ours]
+        old = list[Upload]()
+        for upload in uploads:
+            key = upload["Key"].removeprefix(parent)
+            may_be_old = begun and upload["UploadId"] not in ours and self._may_be_of_a_save(key)
+            if may_be_old and (min(begun) - upload["Initiated"]).total_seconds() > age_s:
+                checkpoint, _, file = key.partition("/")
+                old.append(Upload(checkpoint, file, upload["UploadId"]))
         return old
 
     def remove_empty(self, folder: str) -> None:
