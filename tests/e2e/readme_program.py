@@ -329,6 +329,11 @@ class Readme:
         assert "('weight', 'bias')" in said.getvalue()
         assert "embeddings.word_embeddings.weight" in said.getvalue()
 
+    def logs_all_frames(self, names: Names, run: Callable[[], None]) -> None:
+        run()
+        assert names["logging"].getLogger("fastload").isEnabledFor(names["logging"].DEBUG)
+        names["logging"].getLogger("fastload").setLevel(names["logging"].NOTSET)
+
     def loads_with_options(self, names: Names, run: Callable[[], None]) -> None:
         run()
         assert names["options"].staging_bytes == 128 << 20
@@ -365,6 +370,7 @@ CASES: dict[str, str] = {
     "Policies of your own 1": "follows_policies",
     "What differs between ranks 1": "keeps_what_differs",
     "When something fails 1": "says_what_does_not_fit",
+    "Tracebacks 1": "logs_all_frames",
     "Options 1": "loads_with_options",
 }
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.base import registry
 from fastload.errors import OptionError
 from fastload.planning.cadence import Tier, loss_probability, recommend_tiers, young_s
 from fastload.training import interval
@@ -189,7 +188,7 @@ def test_what_was_asked_for_is_checked() -> None:
 
 
 def test_auto_without_its_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "extensions", lambda kind: {})
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", {})
     with pytest.raises(OptionError, match="every='auto' needs the extension 'auto', which is not installed"):
         auto()
     assert IntervalPolicy(every_steps=5).every_seconds is None

@@ -40,12 +40,12 @@ def test_packages_are_searched_once_for_all_kinds(monkeypatch: pytest.MonkeyPatc
 
 def test_those_of_fastload_are_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there without metadata, as in a source tree, and no package takes their names."""
-    monkeypatch.delattr(registry, "entry_points")
-    for kind, named in EXTENSIONS.items():
-        for name, path in named.items():
-            found = find(kind, name)
-            assert found is not None, path
-            assert found.load() is not None
+    with monkeypatch.context() as patch:
+        patch.delattr(registry, "entry_points")
+        found = {path: find(kind, name) for kind, named in EXTENSIONS.items() for name, path in named.items()}
+    for path, one in found.items():
+        assert one is not None, path
+        assert one.load() is not None
 
 
 def test_one_whose_module_was_deleted_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

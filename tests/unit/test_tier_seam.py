@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fastload import CheckpointManager, OptionError, SaveOptions
-from fastload.base import registry
 from fastload.errors import ChecksumError
 from fastload.policies import IntervalPolicy, Measured
 from fastload.training.retention import Lineage, Point
@@ -215,6 +214,6 @@ def test_what_cannot_be_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         CheckpointManager(tmp_path, memory=tmp_path, tier=partial(InProcess, []), **given)
     with pytest.raises(OptionError, match="tier='memory': must be callable"):
         CheckpointManager(tmp_path, tier="memory", **given)  # type: ignore[arg-type]
-    monkeypatch.setattr(registry, "extensions", lambda kind: {})
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", {})
     with pytest.raises(OptionError, match="memory= needs the extension 'memory', which is not installed"):
         CheckpointManager(tmp_path, memory=tmp_path, **given)

@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
 from fastload.ext.serve.access import read_token, server_context
 from fastload.ext.serve.checkpoints import Shelf, open_checkpoint, open_copy
@@ -33,6 +34,7 @@ _BACKLOG = 1024
 _END_S = 5.0
 
 
+@short_tracebacks
 def serve(
     path: str | os.PathLike[str] | None,
     *,

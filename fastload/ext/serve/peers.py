@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import ChecksumError, OptionError
 from fastload.ext.serve.access import client_context, read_token
 from fastload.ext.serve.addresses import PeerAddress, parse_addresses
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 _PREFIX = "FASTLOAD_PEERS_"
 
 
+@short_tracebacks
 def peers(
     *addresses: str,
     token_file: str | None = None,
