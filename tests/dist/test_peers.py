@@ -37,7 +37,9 @@ OPTIONS: dict[str, Any] = {"chunk_bytes": 64 << 10, "timeout_s": 60}
 def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has late peers cost little time where there are some; elsewhere the load of the machine makes none."""
     name = request.node.name
-    is_late = name.startswith("test_draws") or any(fault in name for fault in ("stall", "trickle"))
+    is_late = name.startswith("test_draws") or any(
+        fault in name for fault in ("stall", "trickle", "all_peers_may_end")
+    )
     late_s = 60.0
     if is_late:
         late_s = 5.0 if "in_the_middle" in name else 1.0  # there another peer has to be in time
