@@ -212,6 +212,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads
 root, gate, fsync = sys.argv[1], threading.Event(), os.fsync
 state = {"weight": torch.arange(1000.0)}
 open(root + "/file", "w").close()
+os.mkdir(root + "/run")  # a manager makes it durable in the foreground
 
 
 def slow(descriptor):

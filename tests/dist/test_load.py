@@ -653,7 +653,8 @@ def test_a_checkpoint_that_is_closed_during_a_load(
     rank: int, world: int, tmp_path: Path, closing: tuple[int, ...]
 ) -> None:
     """By another thread, or a callback: no rank has failed, and the error does not say so."""
-    fastload.save({f"t{number}": torch.zeros(100_000) for number in range(5)}, tmp_path / "a")
+    state = {f"t{number}": torch.zeros(1_000_000) for number in range(5)}  # far more than is staged
+    fastload.save(state, tmp_path / "a")
     opened: list[fastload.Checkpoint] = []
 
     def progress(done: int, wanted: int) -> None:
