@@ -34,14 +34,12 @@ from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.state import PerRank
 from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import LoadOptions, SaveOptions, StageOptions
+from fastload.options import LoadOptions, SaveOptions
 from fastload.report import (
     LoadReport,
     RankReport,
     SaveRankReport,
     SaveReport,
-    StageRankReport,
-    StageReport,
     VerifyReport,
 )
 from fastload.storage import FileStat, Folder, Storage, WritableStorage, register_storage
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from fastload.ext.serve.api import Server, serve
     from fastload.ext.serve.peers import peers
     from fastload.ext.staging.api import stage
+    from fastload.ext.staging.options import StageOptions
+    from fastload.ext.staging.report import StageRankReport, StageReport
     from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
     from fastload.saving.background import SaveHandle
@@ -133,6 +133,9 @@ _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
     "Server": "fastload.ext.serve.api",
+    "StageOptions": "fastload.ext.staging.options",
+    "StageRankReport": "fastload.ext.staging.report",
+    "StageReport": "fastload.ext.staging.report",
     "Version": "fastload.ext.watch",
     "Watch": "fastload.ext.watch",
     "peers": "fastload.ext.serve.peers",

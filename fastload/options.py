@@ -5,26 +5,29 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from fastload.base.registry import extension, extensions
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
-    from fastload.formats.manifest import Manifest
     from fastload.formats.sources import ByteSource
-    from fastload.report import LoadReport, SaveReport, StageReport
+    from fastload.report import LoadReport, SaveReport
 
     # Of a field whose type is a descriptor, type checkers take the argument from `__set__`.
 
-    class _Size:
+    class Size:
+        """Bytes, given as a number or as text."""
+
         def __get__(self, options: object, kind: type | None = None) -> int: ...
         def __set__(self, options: object, size: int | str) -> None: ...
 
-    class _SizeOrNone:
+    class SizeOrNone:
+        """Likewise, or None."""
+
         def __get__(self, options: object, kind: type | None = None) -> int | None: ...
         def __set__(self, options: object, size: int | str | None) -> None: ...
 
@@ -193,7 +196,8 @@ def _default(name: str) -> Any:
         raise OptionError(f"{_PREFIX}{name.upper()}={text!r}: {error}") from None
 
 
-def _setting(name: str) -> Any:
+def setting(name: str) -> Any:
+    """Returns a field for an option of `SETTINGS` or `SAVE_SETTINGS`, with its default."""
     return field(default_factory=partial(_default, name))
 
 
@@ -217,12 +221,12 @@ class Patience(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class Options:
     """Base class of options; fields of the same name mean the same."""
 
     if TYPE_CHECKING:
-        retries: int
-        timeout_s: float
+        retries: int = 0
+        timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, setting in _ALL.items():
@@ -237,12 +241,6 @@ class _Options:
             is_open = value is None and getattr(type(self), name, setting.default) is None
             if not (is_open or setting.allows(value)):
                 raise OptionError(f"{name}={value!r}: must be {setting.allowed}")
-        if isinstance(self, LoadOptions | StageOptions):
-            sources = _sources_in_environment() if self.sources is None else self.sources
-            is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
-            if not (is_list and all(hasattr(each, "connect") for each in sources)):
-                raise OptionError(f"sources={sources!r}: must be a list of sources such as fastload.peers(…)")
-            object.__setattr__(self, "sources", tuple(sources))
         if getattr(self, "trace", None) is not None:
             extension("observers", "trace", "trace=")
         if getattr(self, "dequantize", False):
@@ -258,6 +256,23 @@ class _Options:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_ONE_RANK}
 
 
+class ReadOptions(Options):
+    """Base class of the options for reading a checkpoint."""
+
+    if TYPE_CHECKING:
+        io: IoMode
+        bases: str | os.PathLike[str] | None
+        sources: Sequence[ByteSource] | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sources = _sources_in_environment() if self.sources is None else self.sources
+        is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
+        if not (is_list and all(hasattr(each, "connect") for each in sources)):
+            raise OptionError(f"sources={sources!r}: must be a list of sources such as fastload.peers(…)")
+        object.__setattr__(self, "sources", tuple(sources))
+
+
 def _sources_in_environment() -> tuple[ByteSource, ...]:
     """Returns the sources that environment variables name."""
     given = {name: text for name, text in environment(_PREFIX).items() if name not in _VARIABLES and text}
@@ -268,10 +283,10 @@ def _sources_in_environment() -> tuple[ByteSource, ...]:
     return tuple(known[name].load()(given[f"{_PREFIX}{name.upper()}"]) for name in names)
 
 
-_OptionsT = TypeVar("_OptionsT", "LoadOptions", "SaveOptions", "StageOptions")
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def chosen_options(options: _OptionsT | None, kind: type[_OptionsT]) -> _OptionsT:
+def chosen_options(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
     """Returns the options of a caller; the defaults for None.
 
     Raises:
@@ -291,11 +306,10 @@ def _parsed(name: str, text: str) -> int:
         raise OptionError(f"{name}={text!r}: {error}") from None
 
 
-_O = TypeVar("_O", bound=type[_Options])
-_SIZE_TYPES = {"_Size": "int | str", "_SizeOrNone": "int | str | None"}
+_SIZE_TYPES = {"Size": "int | str", "SizeOrNone": "int | str | None"}
 
 
-def _with_defaults_shown(options: _O) -> _O:
+def with_defaults_shown(options: type[OptionsT]) -> type[OptionsT]:
     """Shows the defaults in the signature, not ``<factory>``, and the types of sizes."""
     init: Any = options.__init__
     signature = inspect.signature(init)
@@ -311,9 +325,9 @@ def _with_defaults_shown(options: _O) -> _O:
     return options
 
 
-@_with_defaults_shown
+@with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(_Options):
+class LoadOptions(ReadOptions):
     """How to load. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
     All ranks of a group must use the same values, except for `sources`, `on_report` and `progress`.
@@ -354,28 +368,28 @@ class LoadOptions(_Options):
         OptionError: A value cannot be used.
     """
 
-    strategy: Strategy = _setting("strategy")
-    chunk_bytes: _SizeOrNone = _setting("chunk_bytes")
-    staging_bytes: _Size = _setting("staging_bytes")
-    timeout_s: float = _setting("timeout_s")
-    io: IoMode = _setting("io")
-    read_threads: int | None = _setting("read_threads")
-    retries: int = _setting("retries")
-    verify: bool = _setting("verify")
-    per_rank_mismatch: PerRankMismatch = _setting("per_rank_mismatch")
-    atomic: bool = _setting("atomic")
-    prefetch_bytes: _SizeOrNone = _setting("prefetch_bytes")
-    dequantize: bool = _setting("dequantize")
-    bases: str | os.PathLike[str] | None = _setting("bases")
-    trace: str | os.PathLike[str] | None = _setting("trace")
+    strategy: Strategy = setting("strategy")
+    chunk_bytes: SizeOrNone = setting("chunk_bytes")
+    staging_bytes: Size = setting("staging_bytes")
+    timeout_s: float = setting("timeout_s")
+    io: IoMode = setting("io")
+    read_threads: int | None = setting("read_threads")
+    retries: int = setting("retries")
+    verify: bool = setting("verify")
+    per_rank_mismatch: PerRankMismatch = setting("per_rank_mismatch")
+    atomic: bool = setting("atomic")
+    prefetch_bytes: SizeOrNone = setting("prefetch_bytes")
+    dequantize: bool = setting("dequantize")
+    bases: str | os.PathLike[str] | None = setting("bases")
+    trace: str | os.PathLike[str] | None = setting("trace")
     sources: Sequence[ByteSource] | None = None
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
 
-@_with_defaults_shown
+@with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
-class SaveOptions(_Options):
+class SaveOptions(Options):
     """How to save. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
     All ranks of a group must use the same values, except for `on_report` and `progress`.
@@ -418,96 +432,22 @@ class SaveOptions(_Options):
         OptionError: A value cannot be used.
     """
 
-    max_shard_bytes: _Size = _setting("max_shard_bytes")
-    block_bytes: _SizeOrNone = _setting("block_bytes")
-    writers: int | Literal["auto", "all", "host"] = _setting("writers")
-    staging_bytes: _Size = _setting("staging_bytes")
-    io: IoMode = _setting("io")
-    write_threads: int | None = _setting("write_threads")
+    max_shard_bytes: Size = setting("max_shard_bytes")
+    block_bytes: SizeOrNone = setting("block_bytes")
+    writers: int | Literal["auto", "all", "host"] = setting("writers")
+    staging_bytes: Size = setting("staging_bytes")
+    io: IoMode = setting("io")
+    write_threads: int | None = setting("write_threads")
     overwrite: bool | None = None
-    shared: bool | Literal["auto"] = _setting("shared")
-    check_replicas: ReplicaCheck = _setting("check_replicas")
-    snapshot: SnapshotMode = _setting("snapshot")
+    shared: bool | Literal["auto"] = setting("shared")
+    check_replicas: ReplicaCheck = setting("check_replicas")
+    snapshot: SnapshotMode = setting("snapshot")
     parts: bool = False
     base: str | os.PathLike[str] | None = None
-    bases: str | os.PathLike[str] | None = _setting("bases")
-    max_chain: int = _setting("max_chain")
-    timeout_s: float = _setting("timeout_s")
-    retries: int = _setting("retries")
-    trace: str | os.PathLike[str] | None = _setting("trace")
+    bases: str | os.PathLike[str] | None = setting("bases")
+    max_chain: int = setting("max_chain")
+    timeout_s: float = setting("timeout_s")
+    retries: int = setting("retries")
+    trace: str | os.PathLike[str] | None = setting("trace")
     on_report: Callable[[SaveReport], None] | None = None
-    progress: Callable[[int, int], None] | None = None
-
-
-class CopyInProgress(Protocol):
-    """A copy that `fastload.stage` makes on this host; any thread may ask it what is there."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """The checkpoint that is copied."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """The path that it will have."""
-        ...
-
-    @property
-    def folder(self) -> str:
-        """The directory that it is in until it is complete."""
-        ...
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """The files: the name in the checkpoint, empty for a single file → the name in the directory."""
-        ...
-
-    def has(self, name: str, begin: int, end: int) -> bool:
-        """Whether a byte range of a file, by its name in the checkpoint, is there and verified."""
-        ...
-
-    def ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """Returns all byte ranges that are there and verified: disjoint (begin, end), ascending."""
-        ...
-
-
-@_with_defaults_shown
-@dataclass(frozen=True, kw_only=True)
-class StageOptions(_Options):
-    """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
-
-    All ranks of a group must use the same values, except for `sources`, `on_copy`, `on_report` and
-    `progress`.
-
-    Attributes:
-        overwrite: Whether another checkpoint at the path is replaced.
-        verify: Whether the bytes of an existing copy are read and checked, not only the sizes of its files,
-            and new bytes are compared with the commit record, if the checkpoint has one.
-        chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
-        bases, sources: As in `LoadOptions`.
-        write_threads: Writes in flight on each host; None chooses.
-        io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
-        on_copy: Called on one rank of each host, with the copy that it begins to make; not if there is a
-            complete one. `Server.follow` serves what is there of it.
-        on_report: Called on each rank with the `StageReport` after success. An exception is raised on all
-            ranks.
-        progress: Called on one rank of each host with (bytes received, bytes to receive).
-
-    Raises:
-        OptionError: A value cannot be used.
-    """
-
-    overwrite: bool = False
-    verify: bool = _setting("verify")
-    chunk_bytes: _SizeOrNone = _setting("chunk_bytes")
-    staging_bytes: _Size = _setting("staging_bytes")
-    timeout_s: float = _setting("timeout_s")
-    io: IoMode = _setting("io")
-    read_threads: int | None = _setting("read_threads")
-    write_threads: int | None = _setting("write_threads")
-    retries: int = _setting("retries")
-    bases: str | os.PathLike[str] | None = _setting("bases")
-    sources: Sequence[ByteSource] | None = None
-    on_copy: Callable[[CopyInProgress], None] | None = None
-    on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None

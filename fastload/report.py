@@ -1,4 +1,4 @@
-"""Reports of loads, saves, verifications and staging: bytes, seconds, and the reasons of decisions.
+"""Reports of loads, saves and verifications: bytes, seconds, and the reasons of decisions.
 
 Printed, a report over all ranks is one line.
 """
@@ -24,7 +24,7 @@ def _values_of(report: object) -> dict[str, Any]:
     return {**vars(report), **{name: getattr(report, name) for name in names}}
 
 
-class _Report:
+class Report:
     """Base class of the reports over all ranks."""
 
     ranks: Sequence[Any]
@@ -126,7 +126,7 @@ class RankReport(_RankReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadReport(_Report):
+class LoadReport(Report):
     """The report of a load over all ranks; the same on every rank.
 
     Attributes:
@@ -206,7 +206,7 @@ class LoadReport(_Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport(_Report):
+class VerifyReport(Report):
     """The report of reading a complete checkpoint, to verify or to seal it; the same on every rank.
 
     Attributes:
@@ -273,7 +273,7 @@ class SaveRankReport(_RankReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveReport(_Report):
+class SaveReport(Report):
     """The report of a save over all ranks; the same on every rank.
 
     Attributes:
@@ -332,99 +332,3 @@ class SaveReport(_Report):
     def background_s(self) -> float:
         """Seconds of the save after the callers continued, without the wait for earlier saves."""
         return max(0.0, self.total_s - self.stall_s - self.waited_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageRankReport:
-    """The report of one rank on staging a checkpoint.
-
-    Attributes:
-        rank: Rank in the group.
-        host: Name of its host.
-        leads: Whether it makes the copy of its host; the other ranks of the host wait.
-        note: Why it could not read; else empty.
-        bytes_read: Bytes it read from the source.
-        bytes_supplied: Bytes that came from `StageOptions.sources` in place of the source.
-        problems: Of these, which have not delivered and why, separated by semicolons; else empty.
-        bytes_fed: Bytes it read from its host's copy for hosts without one.
-        bytes_received: Bytes it received from other hosts.
-        bytes_written: Bytes it wrote to its host's copy.
-        bytes_kept: Bytes of earlier attempts.
-        bytes_verified: Bytes it compared with the commit record on arrival.
-        read_s: Seconds with at least one read under way.
-        exchange_s: Seconds with at least one exchange under way.
-        write_s: Seconds with at least one write under way.
-        flush_s: Seconds from the last write until its bytes were durable.
-        total_s: Seconds from the call until its host had the copy.
-        peak_staging_bytes: Bytes of its staging buffers.
-        retries: Attempts at reads beyond the first.
-    """
-
-    rank: int
-    host: str
-    leads: bool
-    note: str = ""
-    bytes_read: int = 0
-    bytes_supplied: int = 0
-    problems: str = ""
-    bytes_fed: int = 0
-    bytes_received: int = 0
-    bytes_written: int = 0
-    bytes_kept: int = 0
-    bytes_verified: int = 0
-    read_s: float = 0.0
-    exchange_s: float = 0.0
-    write_s: float = 0.0
-    flush_s: float = 0.0
-    total_s: float = 0.0
-    peak_staging_bytes: int = 0
-    retries: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageReport(_Report):
-    """The report of staging a checkpoint over all ranks; the same on every rank.
-
-    Attributes:
-        url: The source.
-        path: The path of each host's copy, to load. A single file is in the directory that was made.
-        nbytes: Bytes of the files.
-        num_files: Number of files.
-        num_hosts: Number of hosts, each with a copy.
-        digest: A digest of all bytes, the same on all hosts.
-        ranks: One entry per rank.
-    """
-
-    url: str
-    path: str
-    nbytes: int
-    num_files: int
-    num_hosts: int
-    digest: str
-    ranks: Sequence[StageRankReport] = field(default_factory=tuple)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.url}: {format_bytes(self.nbytes)} on {count(self.num_hosts, 'host')} in {self.path}"
-            f" in {self.total_s:.2f} s; read {self.read_amplification:.2f} ×"
-        )
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the source, over all ranks, without the headers."""
-        return sum(rank.bytes_read for rank in self.ranks)
-
-    @property
-    def bytes_supplied(self) -> int:
-        """Bytes from `StageOptions.sources` in place of the source, over all ranks."""
-        return sum(rank.bytes_supplied for rank in self.ranks)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written, over all hosts."""
-        return sum(rank.bytes_written for rank in self.ranks)
-
-    @property
-    def read_amplification(self) -> float:
-        """Bytes read over bytes of the checkpoint; at most 1.0, unless reads were repeated."""
-        return self.bytes_read / self.nbytes if self.nbytes else 0.0

@@ -84,12 +84,14 @@ def extension(kind: str, name: str, what: str) -> Any:
     """
     found = find(kind, name)
     if found is None:
-        raise OptionError(f"{what} needs the extension {name!r}, {not_installed(kind)}")
+        raise OptionError(f"{what} needs the extension {name!r}, {not_installed(kind, name)}")
     return found.load()
 
 
-def not_installed(kind: str) -> str:
-    """Returns what to do about a missing extension of a kind, for messages."""
+def not_installed(kind: str, name: str) -> str:
+    """Returns what to do about a missing extension, for messages."""
+    if name in _named(kind):
+        return "which this installation of fastload lacks"
     return (
         f"which is not installed: install the package that has it among its entry points of {_PREFIX}{kind}"
     )

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fastload.base.registry import extensions
 from fastload.errors import FastloadError, OptionError, PeerError
-from fastload.report import LoadReport, StageReport
+from fastload.report import Report
 
 Command = Callable[..., Any]
 
@@ -229,7 +229,7 @@ def seconds(duration_s: float) -> str:
     return f"{duration_s:.2f} s"
 
 
-def print_notes(report: LoadReport | StageReport) -> None:
+def print_notes(report: Report) -> None:
     """Prints the notes on ranks in a report."""
     for own in report.ranks:
         if own.note:

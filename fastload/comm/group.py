@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from fastload.comm.store import Member
 from fastload.comm.tree import TreeRendezvous, TreeState
 from fastload.comm.world import World
 from fastload.errors import WorldError
-from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions, chosen_options
-
-Options = TypeVar("Options", LoadOptions, SaveOptions, StageOptions)
+from fastload.options import SETTINGS, OptionsT, chosen_options
 
 _BACKENDS = ("nccl", "xccl")  # beside those that were registered with torch
 _LEAVING_S = 10.0  # for which an interrupted rank waits for the store to notify the others
@@ -171,7 +169,7 @@ class Meeting:
     def __enter__(self) -> Meeting:
         return self
 
-    def choose(self, options: Options | None, kind: type[Options]) -> Options:
+    def choose(self, options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
         """Returns the caller's options, whose timeout is that of the call; the defaults for None.
 
         Raises:

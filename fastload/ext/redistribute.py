@@ -9,9 +9,8 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,7 +31,7 @@ from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.access import Access
 from fastload.loading.match import LoadRequest, Match
-from fastload.loading.prepare import Job, LoadStart, MatchedRequest, accept, open_job, terms_of
+from fastload.loading.prepare import Job, LoadStart, MatchedRequest, open_job, open_on_all
 from fastload.loading.prepare import prepare as prepare_load
 from fastload.loading.session import Session
 from fastload.loading.targets import TensorWriter
@@ -480,15 +479,8 @@ class KeptPlan:
                 matched = MatchedRequest(
                     session.opened, call.match, call.decision, call.backend, call.detour, start
                 )
-                what = f"planning to load {session.stored.url}"
-                with ExitStack() as unused:
-                    with world.step(what) as step:
-                        opened = open_job(matched, call.plan, call.bytes_wanted, call.writer)
-                        job = unused.enter_context(closing(opened))
-                        step.answer(terms_of(job))
-                    accept(what, job, step.answers)
-                    unused.pop_all()
-                loaded = session.run(job)
+                open_own = partial(open_job, matched, call.plan, call.bytes_wanted, call.writer)
+                loaded = session.run(open_on_all(session.opened, open_own))
                 assert loaded is not None, "states have no layout that is inferred"
                 return loaded.report
         finally:

@@ -152,7 +152,7 @@ def layer(name: str, url: str) -> Layer:
     """
     found = find("layers", name)
     if found is None:
-        raise UnsupportedVersion(f"{url}: needs the layer {show(name)}, {not_installed('layers')}")
+        raise UnsupportedVersion(f"{url}: needs the layer {show(name)}, {not_installed('layers', name)}")
     loaded: Layer = found.load()
     return loaded
 

@@ -33,7 +33,7 @@ from fastload.formats.open import (
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange, Space
-from fastload.options import LoadOptions, Patience, StageOptions
+from fastload.options import LoadOptions, Patience, ReadOptions
 from fastload.storage import CheckpointReader, Location, Storage, open_with_sibling
 from fastload.storage.folders import similar_name
 
@@ -113,7 +113,7 @@ class OpenCall:
 
     world: World
     location: Location
-    options: LoadOptions | StageOptions
+    options: ReadOptions
     connect: Callable[[Location], CheckpointReader]
     arguments: Mapping[str, Any]
     read: Callable[[Storage], Manifest]
@@ -136,7 +136,7 @@ def open_access(
     world: World,
     location: Location,
     storage_options: Mapping[str, Any] | None,
-    options: LoadOptions | StageOptions,
+    options: ReadOptions,
     call: Mapping[str, Any],
     *,
     read: Callable[[Storage], Manifest] = read_manifest,

@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -285,7 +285,7 @@ def prepare(
         _raise_unexpected(matched, [one["surplus"] for one in kinds])
         is_common = all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour")
         if job is not None and is_common:
-            accept(what, job, responses)
+            _accept(what, job, responses)
             unused.pop_all()
             return job
     job = None  # closed, and its buffers go before others are made
@@ -319,7 +319,7 @@ def _proposal(request: Request, matched: MatchedRequest, job: Job | None) -> dic
         "dtype": str(parse_dtype(request.dtype)),
         "names": f"{matched.match.num_tensors} tensors ({_digest(wanted)})",
         "surplus": _digest(surplus) if (surplus := matched.match.surplus.names) else "",
-        **(terms_of(job) if job is not None else {"transport": "", "plan": "", "offer": None}),
+        **(_terms_of(job) if job is not None else {"transport": "", "plan": "", "offer": None}),
     }
 
 
@@ -431,14 +431,7 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
     with world.gathering_step(f"telling what each rank wants of {manifest.url}") as gathered:
         own = request_of(manifest, matched.match.destinations)
         gathered.answer(own.packed)
-    what = f"planning to load {manifest.url}"
-    with ExitStack() as unused:
-        with world.step(what) as step:
-            job = unused.enter_context(closing(_open_sharded(matched, own, gathered.answers)))
-            step.answer(terms_of(job))
-        accept(what, job, step.answers)
-        unused.pop_all()
-    return job
+    return open_on_all(matched.opened, lambda: _open_sharded(matched, own, gathered.answers))
 
 
 @uncollected
@@ -472,21 +465,35 @@ def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[by
     return open_job(matched, plan, bytes_wanted)
 
 
-def terms_of(job: Job) -> dict[str, Any]:
+def open_on_all(opened: Opened, open_own: Callable[[], Job]) -> Job:
+    """Opens a job on all ranks, compares their plans, and connects them.
+
+    Args:
+        opened: The checkpoint.
+        open_own: Opens the job of this rank.
+
+    Raises:
+        FastloadError: Some rank cannot open its job, or the plans differ.
+    """
+    what = f"planning to load {opened.access.stored.url}"
+    with ExitStack() as unused:
+        with opened.world.step(what) as step:
+            job = unused.enter_context(closing(open_own()))
+            step.answer(_terms_of(job))
+        _accept(what, job, step.answers)
+        unused.pop_all()
+    return job
+
+
+def _terms_of(job: Job) -> dict[str, Any]:
     """Returns what the ranks compare of a job that each has opened, and how they connect."""
     plan, transport = job.pipeline.plan, job.pipeline.transport
     digest = plan.digest(alone=job.matched.decision.alone)
     return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
 
 
-def accept(what: str, job: Job, responses: Sequence[Mapping[str, Any]]) -> None:
-    """Compares the jobs of all ranks, and passes their offers to the transport.
-
-    Args:
-        what: Name of the step, for messages.
-        job: The job of this rank.
-        responses: `terms_of` the job of each rank.
-    """
+def _accept(what: str, job: Job, responses: Sequence[Mapping[str, Any]]) -> None:
+    """Compares the jobs of all ranks, given `_terms_of` each, and passes their offers to the transport."""
     require_same(responses, "transport", "plan")
     world, transport = job.matched.opened.world, job.pipeline.transport
     accept_offers(world, what, transport, [one["offer"] for one in responses])

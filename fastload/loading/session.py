@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access, reopen_exactly
 from fastload.loading.aliases import raise_differing
 from fastload.loading.match import Match, Request
-from fastload.loading.prepare import Job, LoadStart, Opened, accept, open_rest, prepare, terms_of
+from fastload.loading.prepare import Job, LoadStart, Opened, open_on_all, open_rest, prepare
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.transfer.read import BackgroundReads, CachedBytes, Verifier
@@ -334,7 +335,7 @@ class Session:
                 if not unread_from:
                     return responses, broken | job.pipeline.broken
                 broken |= unread_from.keys()
-                passes.append(self._open_rest_on_all(passes[-1], unread_from))
+                passes.append(open_on_all(self.opened, partial(open_rest, passes[-1], unread_from)))
         finally:
             passes[-1].close()
 
@@ -357,17 +358,6 @@ class Session:
         finally:
             observers.close({"what": what, "bytes_wanted": job.bytes_wanted})
         return step.answers
-
-    def _open_rest_on_all(self, job: Job, unread_from: Mapping[int, int]) -> Job:
-        """Opens the load of what failed readers did not read; see `open_rest`."""
-        what = f"planning to load {self.stored.url}"
-        with ExitStack() as unused:
-            with self.opened.world.step(what) as step:
-                rest = unused.enter_context(closing(open_rest(job, unread_from)))
-                step.answer(terms_of(rest))
-            accept(what, rest, step.answers)
-            unused.pop_all()
-        return rest
 
     def _restore(self, job: Job, report: LoadReport, *, calls: bool) -> Loaded:
         """Restores everything but tensors.

@@ -271,16 +271,12 @@ def _open_url(
         return _open_registered(location, options)
     if location.scheme in OBJECT_STORES | HTTP:
         require_packages(location, "remote", "obstore")
-        storage: Storage = extension_module("remote.obstore").ObjectStorage(
-            location, names, options, patience
-        )
-        return storage
+        obstore = extension_module("remote.obstore")
+        return obstore.ObjectStorage(location, names, options, patience)  # type: ignore[no-any-return]
     if location.scheme == _HUB or location.scheme in extensions("storages"):
         opener: StorageOpener = extension("storages", location.scheme, f"{location.scheme}://")
         return opener(location, options, io=io, patience=patience)
-    from fastload.storage.fsspec import FsspecStorage
-
-    return FsspecStorage(location, options)
+    return extension_module("remote.fsspec").FsspecStorage(location, options)  # type: ignore[no-any-return]
 
 
 def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:

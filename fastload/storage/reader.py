@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fastload.errors import StorageError
 from fastload.storage.base import FileStat, Folder, Storage
@@ -53,17 +53,18 @@ class CheckpointReader(Storage):
         """Ends pauses and refuses new requests, with `Interrupted`."""
 
 
-class LayeredReader(CheckpointReader):
-    """The files of one reader, for which a layer also reads others.
+StorageT = TypeVar("StorageT", bound=Storage)
 
-    Each method that a subclass leaves out is that of the first reader, or concerns all of them.
+
+class ForwardingReader(CheckpointReader, Generic[StorageT]):
+    """A reader made of storages. What a subclass leaves out is that of the first one, or concerns all.
 
     Args:
         first: Has the listing.
-        others: Are stopped and closed with it, and counted with it.
+        others: Are counted with it.
     """
 
-    def __init__(self, first: CheckpointReader, *others: CheckpointReader) -> None:
+    def __init__(self, first: StorageT, *others: StorageT) -> None:
         super().__init__(first.url)
         self._first = first
         self._readers = [first, *others]
@@ -91,6 +92,21 @@ class LayeredReader(CheckpointReader):
     @property
     def direct_bytes_read(self) -> int:
         return sum(reader.direct_bytes_read for reader in self._readers)
+
+    def sha256(self, name: str, version: str) -> str:
+        return self._first.sha256(name, version)
+
+    def share_reads(self, shared: bool) -> None:
+        for reader in self._readers:
+            reader.share_reads(shared)
+
+    def listen(self, note: Callable[[float], object]) -> None:
+        for reader in self._readers:
+            reader.listen(note)
+
+
+class LayeredReader(ForwardingReader[CheckpointReader]):
+    """The files of one reader, for which a layer also reads others. They are stopped and closed with it."""
 
     @property
     def num_retries(self) -> int:
@@ -122,26 +138,15 @@ class LayeredReader(CheckpointReader):
     def read_all(self, name: str, about: FileStat) -> bytes:
         return self._first.read_all(name, about)
 
-    def sha256(self, name: str, version: str) -> str:
-        return self._first.sha256(name, version)
-
     def label(self, name: str) -> str:
         return self._first.label(name)
 
     def map(self, name: str) -> Mapped | None:
         return self._first.map(name)
 
-    def share_reads(self, shared: bool) -> None:
-        for reader in self._readers:
-            reader.share_reads(shared)
-
     def skip_sources(self, skipped: bool) -> None:
         for reader in self._readers:
             reader.skip_sources(skipped)
-
-    def listen(self, note: Callable[[float], object]) -> None:
-        for reader in self._readers:
-            reader.listen(note)
 
     def stop(self) -> None:
         for reader in self._readers:

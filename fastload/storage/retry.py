@@ -12,7 +12,7 @@ from fastload.errors import Interrupted, StorageError
 from fastload.options import Patience
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, Mapped
-from fastload.storage.reader import CheckpointReader
+from fastload.storage.reader import ForwardingReader
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def patiently(
         wait(pause_s)
 
 
-class PatientStorage(CheckpointReader):
+class PatientStorage(ForwardingReader[Storage]):
     """A storage that retries after transient errors, with jitter, until a deadline.
 
     Args:
@@ -69,8 +69,7 @@ class PatientStorage(CheckpointReader):
     """
 
     def __init__(self, storage: Storage, patience: Patience) -> None:
-        super().__init__(storage.url)
-        self._storage = storage
+        super().__init__(storage)
         self._patience = patience
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -81,39 +80,15 @@ class PatientStorage(CheckpointReader):
         self._stats: dict[str, FileStat | None] = {}
 
     @property
-    def shared(self) -> bool:
-        return self._storage.shared
-
-    @property
-    def probes(self) -> bool:
-        return self._storage.probes
-
-    @property
-    def in_order(self) -> bool:
-        return self._storage.in_order
-
-    @property
-    def first_byte_s(self) -> float:
-        return self._storage.first_byte_s
-
-    @property
-    def bytes_read(self) -> int:
-        return self._storage.bytes_read
-
-    @property
-    def direct_bytes_read(self) -> int:
-        return self._storage.direct_bytes_read
-
-    @property
     def num_retries(self) -> int:
         return self._num_retries
 
     def stat(self, name: str) -> FileStat | None:
-        self._stats[name] = found = self._patiently(lambda: self._storage.stat(name))
+        self._stats[name] = found = self._patiently(lambda: self._first.stat(name))
         return found
 
     def list(self) -> list[str] | None:
-        self._listing = found = self._patiently(self._storage.list)
+        self._listing = found = self._patiently(self._first.list)
         return found
 
     def agrees_with(self, fresh: Storage) -> bool:
@@ -125,25 +100,16 @@ class PatientStorage(CheckpointReader):
         )
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
-        return self._patiently(lambda: self._storage.folders(prefix))
+        return self._patiently(lambda: self._first.folders(prefix))
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
-        self._patiently(lambda: self._storage.read_into(name, offset, buffers, version))
-
-    def share_reads(self, shared: bool) -> None:
-        self._storage.share_reads(shared)
-
-    def listen(self, note: Callable[[float], object]) -> None:
-        self._storage.listen(note)
+        self._patiently(lambda: self._first.read_into(name, offset, buffers, version))
 
     def read_all(self, name: str, about: FileStat) -> bytes:
-        return self._patiently(lambda: self._storage.read_all(name, about))
-
-    def sha256(self, name: str, version: str) -> str:
-        return self._storage.sha256(name, version)
+        return self._patiently(lambda: self._first.read_all(name, about))
 
     def map(self, name: str) -> Mapped | None:
-        storage = self._storage
+        storage = self._first
         return self._patiently(lambda: storage.map(name)) if isinstance(storage, LocalStorage) else None
 
     def stop(self) -> None:
@@ -156,7 +122,7 @@ class PatientStorage(CheckpointReader):
             is_due = not (self._is_closed or self._num_requests)
             self._is_closed = True
         if is_due:
-            self._storage.close()
+            self._first.close()
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         with self._lock:
@@ -169,7 +135,7 @@ class PatientStorage(CheckpointReader):
                 self._num_requests -= 1
                 is_last = self._is_closed and not self._num_requests
             if is_last:
-                self._storage.close()
+                self._first.close()
 
     def _wait(self, pause_s: float) -> None:
         with self._lock:

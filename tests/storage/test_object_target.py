@@ -21,13 +21,13 @@ import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.ext.remote import s3 as s3_uploads
+from fastload.ext.remote.fsspec import FsspecStorage
 from fastload.ext.remote.s3 import Multipart, S3Storage
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.options import Patience
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.split import split_evenly
 from fastload.storage import Target, locate, object_target, open_target
-from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.object_target import Keys, ObjectTarget, OwnerFile, Streams
 from fastload.storage.process import Owner
 from tests.crash.flaky_proxy import FlakyProxy

@@ -20,10 +20,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
+from fastload.ext.remote.fsspec import FsspecStorage
 from fastload.ext.remote.obstore import ObjectStorage
 from fastload.formats.names import NAMES
 from fastload.storage import open_storage, open_target
-from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.local import LocalStorage
 from fastload.testing import FILES, StorageContract, WritableStorageContract
 from tests.storage.s3_server import BUCKET, KEY, SECRET, client_of

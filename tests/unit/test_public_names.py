@@ -15,7 +15,8 @@ import torch
 
 import fastload
 from fastload import _MODULES, options
-from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
+from fastload.ext.staging.options import StageOptions
+from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions
 from tests.pages import PAGES, page
 
 PROGRAM = """

@@ -1,1 +1,1 @@
-"""Storages that need other packages: object stores and HTTP, and the Hugging Face hub."""
+"""Storages other than local files: object stores and HTTP, the Hugging Face hub, what fsspec supports."""

@@ -22,7 +22,8 @@ from fastload.ext.serve.access import read_token, server_context
 from fastload.ext.serve.checkpoints import Shelf, open_checkpoint, open_copy
 from fastload.ext.serve.pace import give_way
 from fastload.ext.serve.process import SERVERS
-from fastload.options import CopyInProgress, parse_bytes
+from fastload.formats.sources import CopyInProgress
+from fastload.options import parse_bytes
 from fastload.storage import local_directory
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from fastload.formats.names import (
     metadata_names,
 )
 from fastload.formats.open import read_manifest
-from fastload.options import CopyInProgress, Patience
+from fastload.formats.sources import CopyInProgress
+from fastload.options import Patience
 from fastload.storage import FileStat, Folder, open_with_sibling
 from fastload.storage.folders import os_errors
 from fastload.storage.local import LocalStorage

@@ -14,8 +14,7 @@ from fastload.base.units import count
 from fastload.ext.serve.addresses import PORT
 from fastload.ext.serve.api import Server
 from fastload.ext.serve.api import serve as open_server
-from fastload.options import CopyInProgress
-from fastload.report import StageReport
+from fastload.formats.sources import CopyInProgress
 
 _NAMES = ("host", "port", "token_file", "certificate", "key", "insecure", "rate")
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -80,12 +79,12 @@ class CopyServing:
         """Serves a copy that begins."""
         self._open().follow(copy)
 
-    def end(self, report: StageReport) -> None:
+    def end(self, path: str) -> None:
         """Serves the complete copy, until a signal."""
         server = self._open()
         block_signals()
-        server.add(report.path)
-        click.echo(f"serving {report.path} at {server.url}", err=True)
+        server.add(path)
+        click.echo(f"serving {path} at {server.url}", err=True)
         wait_for_signal()
 
     def _open(self) -> Server:

@@ -11,10 +11,10 @@ from typing import Any
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
 from fastload.errors import CheckpointExists, OptionError
+from fastload.ext.staging.options import StageOptions
+from fastload.ext.staging.report import StageReport
 from fastload.ext.staging.stage import Stage
 from fastload.loading.access import Access, open_access
-from fastload.options import StageOptions
-from fastload.report import StageReport
 from fastload.storage import local_directory, locate, name_of
 
 Path = str | os.PathLike[str]

@@ -26,8 +26,9 @@ from fastload.cli.console import (
 )
 from fastload.comm.launch import initialize
 from fastload.ext.staging import api
-from fastload.options import CopyInProgress, StageOptions
-from fastload.report import StageReport
+from fastload.ext.staging.options import StageOptions
+from fastload.ext.staging.report import StageReport
+from fastload.formats.sources import CopyInProgress
 
 
 class StageFollower(Protocol):
@@ -42,8 +43,8 @@ class StageFollower(Protocol):
         """A copy begins, on the rank of its host that makes it; not if there is a complete one."""
         ...
 
-    def end(self, report: StageReport) -> None:
-        """The copy of this rank's host is complete."""
+    def end(self, path: str) -> None:
+        """The copy of this rank's host is complete, at this path."""
         ...
 
 
@@ -88,7 +89,7 @@ def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool, *
             _print(report)
         if report.ranks[rank].leads:
             for follower in followers:
-                follower.end(report)
+                follower.end(report.path)
 
 
 def _print(report: StageReport) -> None:

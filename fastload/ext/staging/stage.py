@@ -24,6 +24,8 @@ from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.ext.staging.local_copy import LocalCopy
+from fastload.ext.staging.options import StageOptions
+from fastload.ext.staging.report import StageRankReport, StageReport
 from fastload.ext.staging.stock import Stock, receipt_of, take_stock
 from fastload.ext.staging.write_files import BlockCheck, FileWriter, WritingReader
 from fastload.formats.manifest import FileEntry, Manifest, is_single_file
@@ -34,8 +36,7 @@ from fastload.formats.untrusted import is_plain_path, show
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.loading.verify import compare_share
-from fastload.options import Patience, StageOptions
-from fastload.report import StageRankReport, StageReport
+from fastload.options import Patience
 from fastload.storage import CheckpointReader, PatientStorage, open_with_sibling
 from fastload.storage.base import DEFAULT_WRITES, new_token
 from fastload.storage.local import LocalStorage
@@ -391,7 +392,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class GrowingCopy:
-    """A `fastload.options.CopyInProgress`; see there.
+    """A `fastload.formats.sources.CopyInProgress`; see there.
 
     Attributes:
         manifest: The checkpoint.

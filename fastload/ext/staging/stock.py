@@ -11,7 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,17 @@ from fastload.comm.world import World
 from fastload.errors import StorageError
 from fastload.ext.staging.inventory import Inventory
 from fastload.ext.staging.local_copy import LocalCopy
-from fastload.formats.names import COPY_NAMES, STAGED_NAME
+from fastload.ext.staging.options import StageOptions
+from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block
-from fastload.options import StageOptions
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
 
 _log = logging.getLogger(__name__)
+
+_NAMES = replace(NAMES, to_replace="options=fastload.StageOptions(overwrite=True)")
 
 _NUM_PROVERS = 4
 _PROOF_BYTES = 8 << 20
@@ -93,7 +95,7 @@ def take_stock(
             held = bytearray(b"\1" * len(inventory.blocks))
             return None, Stock(held, bytearray(checksums), inventory.ranges(held))
         stock.damaged = True
-    copy = LocalCopy(path, COPY_NAMES, io=options.io)
+    copy = LocalCopy(path, _NAMES, io=options.io)
     files = [(file.name, file.nbytes) for file in inventory.files]
     journal = copy.resume(files, inventory.identity, overwrite=options.overwrite, damaged=stock.damaged)
     if stock.damaged:
