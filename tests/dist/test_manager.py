@@ -246,6 +246,27 @@ def test_a_root_that_nobody_can_write_is_an_error_of_the_first_save(async_: bool
             manager.save(1, state_of(1))
 
 
+@pytest.mark.parametrize("async_", [True, False])
+@ranks(2)
+def test_a_root_that_rank_0_cannot_write_is_an_error_on_all_ranks(
+    rank: int, world: int, tmp_path: Path, async_: bool
+) -> None:
+    """At once on rank 0, and of a save in the background at the latest in the next call on the others."""
+    (tmp_path / "run").write_text("no directory")
+    with manage(tmp_path / "run", async_=async_) as manager:
+        with pytest.raises(FastloadError, match="Not a directory|File exists"):
+            manager.save(1, state_of(1))
+            assert rank
+            manager.wait()
+        dist.barrier()
+        if rank == 0:
+            (tmp_path / "run").unlink()
+        dist.barrier()
+        manager.save(2, state_of(2))
+        manager.wait()
+        assert manager.all_steps() == [2]
+
+
 # Save and restore
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -29,6 +30,7 @@ from tests.checkpoints import flip, write_sharded
 from tests.dist.harness import ranks
 from tests.dist.peer_draws import make_checkpoint, run_draw
 from tests.dist.peers import FAULTS, faulty_peer
+from tests.pages import page
 
 OPTIONS: dict[str, Any] = {"chunk_bytes": 64 << 10, "timeout_s": 60}
 
@@ -352,6 +354,42 @@ def test_addresses(text: str, hosts: list[str]) -> None:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(fastload.OptionError, match=r"peers|hosts"):
         fastload.peers(text)
+
+
+def test_the_programs_of_the_page_run(
+    saved: Path, state: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_model, stage_and_serve = re.findall(r"^```python\n(.*?)^```$", page("docs/peers.md"), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("token").write_text("word")
+    model = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with served(saved, token_file="token") as server:
+        monkeypatch.setenv("FASTLOAD_PEERS_TOKEN_FILE", "token")
+        port = server.url.rpartition(":")[2]
+        here = {
+            '"http://host1:7070", "hosts://node[01-08]:7070"': f'"{server.url}", "hosts://127.0.0.[1-2]:{port}"',
+            "dns://llama.default.svc:7070": f"dns://localhost:{port}",
+            "port=7070": "port=0",
+            "s3://bucket/llama": f"far://{saved}",
+            "/local/llama": str(tmp_path / "copy"),
+        }
+        for written, replacement in here.items():
+            assert written in load_model + stage_and_serve
+            load_model, stage_and_serve = (
+                code.replace(written, replacement) for code in (load_model, stage_and_serve)
+            )
+        names: dict[str, Any] = {"model": model}
+        exec(load_model, names)
+        assert_equal(model, state)
+        for tensor in model.values():
+            tensor.zero_()
+        headers = {"default_headers": {"Authorization": "Bearer word"}}  # as any client sends the token
+        names["serve_requests"] = lambda: assert_equal(
+            fastload.load(f"{names['server'].url}/copy", storage_options=headers), state
+        )
+        exec(stage_and_serve, names)
+    assert_equal(model, state)
+    assert names["report"].bytes_supplied == fastload.inspect(saved).nbytes
 
 
 def test_a_watch_takes_versions_and_deltas_from_a_server(

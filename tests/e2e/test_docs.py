@@ -53,13 +53,25 @@ def test_pages_join_a_job_in_one_way() -> None:
     assert {name: count for name, count in others.items() if count} == {"docs/loading.md": 1}
 
 
-def test_the_index_of_decisions_lists_each_of_them() -> None:
+def test_the_index_of_decisions_lists_each_of_them_once() -> None:
     folder = ROOT / "docs/decisions"
-    decided = {
+    decided = [
         (path.name, heading)
         for path in folder.glob("*.md")
         if path.name != "index.md"
         for heading in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE)
-    }
+    ]
     listed = re.findall(r"^- \[(.+)\]\(([\w-]+\.md)#\S+\)$", page("docs/decisions/index.md"), re.MULTILINE)
-    assert {(name, heading) for heading, name in listed} == decided
+    assert sorted((name, heading) for heading, name in listed) == sorted(decided)
+
+
+def test_pages_name_tests_that_are_there() -> None:
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "fastload").rglob("*.py")]
+    known = {str(path.relative_to(ROOT)): {*re.findall(r"\w+", path.read_text())} for path in files}
+    missing = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        for file, names in re.findall(r"`([\w/.]*)::([\w:]+)`", path.read_text()):
+            for name in names.split("::"):
+                if not any(place.endswith(file) and name in known[place] for place in known):
+                    missing.append(f"{path.name}: {file}::{name}")
+    assert missing == []
