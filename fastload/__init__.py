@@ -33,6 +33,7 @@ from fastload.errors import (
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.state import PerRank
 from fastload.geometry.box import Box
+from fastload.geometry.hand_cut import Shard
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions
 from fastload.report import (
@@ -91,6 +92,7 @@ __all__ = [
     "SaveRankReport",
     "SaveReport",
     "Server",
+    "Shard",
     "StageOptions",
     "StageRankReport",
     "StageReport",

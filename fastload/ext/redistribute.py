@@ -27,7 +27,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import StateEncoding, encode_state
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
-from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of
+from fastload.geometry.dtensors import DTensorRanks, is_dtensor, local_of, local_parts
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.access import Access
 from fastload.loading.match import LoadRequest, Match
@@ -137,7 +137,8 @@ def redistribute(
     session = Session(world, source.access, replace(chosen, verify=False))
     try:
         with session.usable():
-            memory = frozenset(map(_memory_of, source.tensors.values()))
+            parts = (part for tensor in source.tensors.values() for _, part in local_parts(tensor))
+            memory = frozenset(map(_memory_of, parts))
             request = _Request({} if into is None else into, None, dtype, names, strict, memory=memory)
             if chosen.atomic:
                 return session.load(request).report

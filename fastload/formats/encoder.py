@@ -32,7 +32,8 @@ from fastload.formats.values import (
     tensor_name,
 )
 from fastload.geometry.box import dense_strides, row_major
-from fastload.geometry.dtensors import is_dtensor, local_of, with_local
+from fastload.geometry.dtensors import is_dtensor, is_sharded, local_of, with_local
+from fastload.geometry.hand_cut import Shard
 
 _RESERVED = "__metadata__"  # has another meaning in a safetensors header
 _MAX_SHORT_TEXT = 100  # about the cost of a tensor in header and structure
@@ -173,7 +174,7 @@ class StateEncoder:
             return self._tensor(value, tensor_name(prefix, key))
         if kind in CONTAINERS:
             return self._container(value, tensor_name(prefix, key))
-        if isinstance(value, Tensor) and is_dtensor(value):
+        if isinstance(value, Tensor) and is_sharded(value):
             return self._tensor(value, tensor_name(prefix, key))
         try:
             return encode_value(value)
@@ -288,6 +289,8 @@ class StateEncoder:
     # Tensors
 
     def _tensor(self, tensor: Tensor, name: str) -> Any:
+        if type(tensor) is Shard:
+            return self._shard(tensor, name)
         local = local_of(tensor)
         if type(local) not in (Tensor, Parameter):
             return self._refuse(f"a DTensor whose local tensor is {_name(local)}", _why_not_kept(local))
@@ -306,6 +309,15 @@ class StateEncoder:
             real = _like(plain, torch.view_as_real(local_of(plain)), (*plain.shape, 2))
             return self._leaf(real, local, name, kind, "complex128")
         return self._leaf(plain, local, name, kind, None)
+
+    def _shard(self, shard: Shard, name: str) -> Any:
+        for _, tensor in shard.boxes:
+            if (why := _why_not_stored(tensor, tensor)) is not None:
+                return self._refuse(f"a fastload.Shard of {shard.dtype}", why)
+        if shard.dtype is not torch.complex128:
+            return self._leaf(shard, shard, name, None, None)
+        pairs = self._converted.setdefault(id(shard), shard.as_real())
+        return self._leaf(pairs, shard, name, None, "complex128")
 
     def _array(self, array: Any, name: str) -> Any:
         dtype = array.dtype
@@ -394,8 +406,8 @@ class PerRankEncoder(StateEncoder):
         return self._refuse("a fastload.PerRank", "it is inside of another one")
 
     def _tensor(self, tensor: Tensor, name: str) -> Any:
-        if is_dtensor(tensor):
-            return self._refuse("a DTensor", "it is inside of a fastload.PerRank")
+        if is_sharded(tensor):
+            return self._refuse(f"a {type(tensor).__name__}", "it is inside of a fastload.PerRank")
         return super()._tensor(tensor, name)
 
     def _add(self, tensor: Tensor, name: str) -> str:
@@ -425,7 +437,12 @@ def leaf_node(stored: str, natural: str | None, kind: str | None, dtype: str | N
 
 
 def _address(local: Tensor) -> int:
-    """Returns the address of a tensor; empty ones have none, but may share a storage."""
+    """Returns the address of a tensor; empty ones have none, but may share a storage.
+
+    Shards are tied if they are one object: the same memory may be in two boxes.
+    """
+    if type(local) is Shard:
+        return id(local)
     return local.data_ptr() or local.untyped_storage()._cdata
 
 

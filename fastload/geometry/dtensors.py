@@ -1,4 +1,4 @@
-"""The shards of a DTensor on each rank, and views of its local tensor."""
+"""The boxes of a tensor on each rank: of a DTensor by its placements, of a `Shard` as it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import xxhash
 from torch import Tensor, nn
 
 from fastload.geometry.box import Box
-from fastload.geometry.shards import local_shape, shard_boxes, shard_intervals
+from fastload.geometry.hand_cut import Shard
+from fastload.geometry.shards import BY_HAND, local_shape, shard_boxes, shard_intervals
 
 BoxesByRank = tuple[tuple[tuple[Box, ...], tuple[int, ...]], ...]
 """The boxes of a tensor on each rank: distinct shards, without empty boxes, each with all of its ranks."""
@@ -27,6 +28,11 @@ _PLAIN = (Tensor, nn.Parameter)
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is torch's DTensor; imports nothing to find out."""
     return type(tensor) not in _PLAIN and _is_dtensor_type(type(tensor))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one that several ranks hold: a DTensor or a `Shard`."""
+    return type(tensor) not in _PLAIN and (type(tensor) is Shard or _is_dtensor_type(type(tensor)))
 
 
 @lru_cache(maxsize=64)  # called several times for each tensor
@@ -47,6 +53,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def mesh_of(tensor: Any) -> str:
     """Returns a text for the mesh of a DTensor, the same for equal meshes; empty for a plain tensor."""
+    if type(tensor) is Shard:
+        return BY_HAND
     return _order_of(tensor.device_mesh).text if is_dtensor(tensor) else ""
 
 
@@ -55,6 +63,8 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
 
     A plain tensor has one box, the complete tensor, even if it is empty.
     """
+    if type(tensor) is Shard:
+        return [(box, part) for box, part in tensor.boxes if box.numel]
     if not is_dtensor(tensor):
         return [(Box.whole(tensor.shape), tensor)]
     local = local_of(tensor)
@@ -213,7 +223,9 @@ class DTensorRanks:
         self._fitting: dict[tuple[Any, ...], Any] = {}  # kind of DTensor → its mesh, whose id is in the kind
 
     def boxes_of_all(self, tensor: Any) -> BoxesByRank | None:
-        """Returns the boxes of a DTensor on all ranks; None if only those ranks know them."""
+        """Returns the boxes of a sharded tensor on all ranks; None if only those ranks know them."""
+        if type(tensor) is Shard:
+            return None
         return _boxes_of_all(_order_of(tensor.device_mesh), tensor.shape, tensor.placements, self._members)
 
     def misfits(self, name: str, tensor: Any) -> Iterator[str]:

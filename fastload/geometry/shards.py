@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from fastload.geometry.box import Box
 from fastload.geometry.ranges import join_adjacent
 
+BY_HAND = "by hand"
+"""Stands for the mesh of a tensor that the caller has cut."""
 Interval = tuple[int, int]
 ShardIntervals = list[list[Interval]]
 """The indexes of a shard in each dimension, as ascending intervals."""

@@ -19,7 +19,7 @@ from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor
-from fastload.geometry.dtensors import DTensorRanks, local_of
+from fastload.geometry.dtensors import DTensorRanks, local_parts
 from fastload.loading.aliases import FOUND_LATE
 from fastload.loading.targets import castable, entry_of, target_dtype
 
@@ -142,7 +142,7 @@ def _misfits(
     if tensor.dtype != target:
         cast = f" cast to {target}" if target != stored else ""
         yield f"{name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
-    if overlaps(local_of(tensor)):
+    if any(overlaps(part) for _, part in local_parts(tensor)):
         yield f"{name}: into= has a tensor whose elements share memory (expand, as_strided, unfold)"
     if not castable(stored, target):
         yield f"{name}: torch cannot cast {stored} to {target}"

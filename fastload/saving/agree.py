@@ -25,7 +25,8 @@ from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state, strides_of
 from fastload.formats.names import MODEL_STEM
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
+from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_sharded
+from fastload.geometry.shards import BY_HAND
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
@@ -114,7 +115,7 @@ def describe(call: SaveCall, state: Any) -> RankState:
     reader = StateReader(
         layout, tensors, description.uncounted, description.shards, patience_s=world.patience_s
     )
-    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+    sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
     shard_map = _predict_shards(world, tensors, sharded, layout, reader, options)
     compared, digests = {}, b""
     if options.check_replicas == "small":
@@ -138,13 +139,15 @@ def _how(
     """Returns how to compare shards, given the meshes of tensors if the states were merged.
 
     Ranks that hold the same elements on different meshes may have replicas, as of parameters that are not in
-    the plan for tensor parallelism, or different tensors. So may ranks with their own parts of a state.
+    the plan for tensor parallelism, or different tensors. So may ranks with their own parts of a state, and
+    those whose boxes overlap.
     """
+    by_hand = [{BY_HAND}, {""}] if call.options.parts else [{BY_HAND}]
     return ShardDigests(
         call.options.check_replicas,
         f"{call.occasion} {content.form}",  # equal on all ranks, and a form has the numbers of steps
         complete=frozenset(name for name, found in meshes.items() if len(found) > 1),
-        strict=frozenset(name for name, found in meshes.items() if call.options.parts and found == {""}),
+        strict=frozenset(name for name, found in meshes.items() if found in by_hand),
         is_mixed=is_mixed,
     )
 

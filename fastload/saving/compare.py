@@ -22,15 +22,15 @@ from torch import Tensor
 from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch, some_of
-from fastload.formats.dtypes import DTYPES
+from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
-from fastload.geometry.dtensors import is_dtensor
+from fastload.geometry.dtensors import is_sharded
 from fastload.saving.device_digests import ALIGN_BYTES, PendingDigests
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
-from fastload.saving.shard_map import MappedShard, ShardMap
+from fastload.saving.shard_map import MappedShard, ShardMap, described_part
 
 _BUFFER_BYTES = 8 << 20  # copied and hashed at once
 _DIGEST_BYTES = 8
@@ -73,7 +73,7 @@ def small_tensors(
     for number in _evenly_chosen(starts, len(specs)):
         spec = specs[number]
         tensor = tensors[spec.name]
-        if not is_dtensor(tensor) and tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
+        if not is_sharded(tensor) and tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
             data = host_bytes(tensor)
             found[spec.name] = data if spec.nbytes <= _MAX_SHOWN_BYTES else xxhash.xxh3_64_digest(data)
             left -= spec.nbytes
@@ -518,8 +518,8 @@ class ShardDifferences:
     """The shards that are not the same on all of their holders; the same on all ranks.
 
     Attributes:
-        of_tensors: Name of the tensor, the ranks that differ, and whether that is an error: the first ones,
-            errors before others.
+        of_tensors: Name of the tensor, the ranks that differ and where, and whether that is an error: the
+            first ones, errors before others.
         num: Number of all, at least.
     """
 
@@ -581,7 +581,8 @@ def find_differences(
     for (number, shard), ranks in sorted(odd.items(), key=lambda item: item[0][0]):
         name = layout.space.ranges[number].name
         odd_ranks = _odd_ranks(shard.holders, ranks, world.size)
-        of_tensors.append((name, odd_ranks, how.is_error(name, shard)))
+        where = described_part(shard.box, torch_spec(layout.space.ranges[number])[1])
+        of_tensors.append((name, f"{odd_ranks}{where and f', in {where}'}", how.is_error(name, shard)))
     of_tensors.sort(key=lambda difference: not difference[2])
     return ShardDifferences(of_tensors[:_NUM_SHOWN], max(len(odd), *(count for count, _ in differing)))
 

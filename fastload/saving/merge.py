@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fastload.errors import PlanMismatch, first_lines
 from fastload.formats.state import leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
-from fastload.geometry.box import Box
+from fastload.geometry.box import Box, overlap_of
+from fastload.geometry.shards import BY_HAND
 from fastload.options import SaveOptions
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
 from fastload.saving.shard_map import ShardMap
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
 
 NOTHING_SAVED = "nothing was saved"
+_OVERLAPPING = "overlapping"  # stands for another mesh
 
 _DICTS = ("dict", "OrderedDict", "Counter")
 _Variants = Sequence[tuple[Any, Sequence[int]]]
@@ -151,7 +153,8 @@ class MergedState:
         specs: Its tensors, in its order.
         layout: Its files.
         shard_map: Which ranks hold which bytes.
-        meshes: Name of a tensor → the meshes on which ranks hold parts of it; see `mesh_of`.
+        meshes: Name of a tensor → the meshes on which ranks hold parts of it; see `mesh_of`. One more if
+            different boxes of ranks overlap.
         strides: Strides of tensors; see `encoder.strides_of`.
     """
 
@@ -326,6 +329,9 @@ def _boxes_by_rank(
             for rank, number in zip(column[::2], column[1::2], strict=True):
                 ranks_of.setdefault(kinds[number][0], []).append(rank)
             meshes = frozenset(mesh for boxes, mesh in map(kinds.__getitem__, column[1::2]) if boxes)
+            if BY_HAND in meshes:
+                distinct = list({box for boxes in ranks_of for box in boxes})
+                meshes |= {_OVERLAPPING} if overlap_of(distinct, len(distinct[0].sizes)) else set()
             by_rank = tuple((boxes, tuple(ranks)) for boxes, ranks in ranks_of.items())
             known[key] = by_rank, meshes
     found = {name: known[column.tobytes()] for name, column in columns.items()}

@@ -17,7 +17,7 @@ from fastload.base.devices import DeviceStreams, accelerators_of
 from fastload.base.memory import borrowed, byte_view, copy_flat, copy_run, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, mesh_of, narrowed
+from fastload.geometry.dtensors import is_sharded, local_of, local_parts, mesh_of, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardRange
 
@@ -75,7 +75,7 @@ class StateReader:
         """
         parts = {name: self._parts_of(name) for name in map(self.name_of, numbers)}
         tensors = {name: self._tensors[name] for name in parts}
-        plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_dtensor(tensor)}
+        plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_sharded(tensor)}
         reader = self._changed(self._layout, tensors | plain)
         reader._parts = parts
         reader.streams = self.streams.for_copies()
@@ -125,8 +125,8 @@ class StateReader:
         if local.is_inference():
             return []
         counters = [tensor]
-        if is_dtensor(tensor):
-            counters += [local, self._shards.get(local.data_ptr(), local)]
+        if is_sharded(tensor):
+            counters += [*(part for _, part in parts), self._shards.get(local.data_ptr(), local)]
         return [(each, each._version) for each in counters]
 
     @property
@@ -164,7 +164,7 @@ class StateReader:
     def view(self, number: int) -> memoryview | None:
         """Returns a complete tensor in place; None if its bytes are not contiguous in host memory."""
         tensor = self._tensors[self.name_of(number)].detach()
-        if is_dtensor(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        if is_sharded(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return None
         return host_view(byte_view(tensor))
 
@@ -172,7 +172,7 @@ class StateReader:
         """Returns a box of a tensor, by its number in `Layout.space`."""
         name = self._layout.space.ranges[number].name
         tensor = self._tensors.get(name)
-        if tensor is not None and not is_dtensor(tensor) and box.sizes == tensor.shape:
+        if tensor is not None and not is_sharded(tensor) and box.sizes == tensor.shape:
             return tensor
         for own, view in self._parts_of(name):
             if own == box:

@@ -219,11 +219,17 @@ def _without(box: Box, dim: int) -> tuple[int, ...]:
 
 
 def _describe_missing(box: Box, shape: Sequence[int], name: str) -> str:
+    part = described_part(box, shape)
+    subject = f"{part} of {name}" if part else name
+    return f"{subject} {'are' if part and not part.startswith('row ') else 'is'} on no rank"
+
+
+def described_part(box: Box, shape: Sequence[int]) -> str:
+    """Describes a box of a tensor, for messages; empty for the complete tensor."""
     if box == Box.whole(shape):
-        return f"{name} is on no rank"
+        return ""
     if box.sizes[1:] == tuple(shape[1:]):
         first, num = box.offsets[0], box.sizes[0]
-        rows = f"rows {first}-{first + num - 1} of {name} are" if num > 1 else f"row {first} of {name} is"
-        return f"{rows} on no rank"
+        return f"rows {first}-{first + num - 1}" if num > 1 else f"row {first}"
     spans = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
-    return f"elements [{', '.join(spans)}] of {name} are on no rank"
+    return f"elements [{', '.join(spans)}]"

@@ -17,7 +17,7 @@ from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import dense_strides, row_major
-from fastload.geometry.dtensors import is_dtensor, local_of
+from fastload.geometry.dtensors import is_dtensor, is_sharded, local_of
 from fastload.options import SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.call import make_call
@@ -183,6 +183,10 @@ def _require_new(name: Any, tensor: Any, places: Container[str], rank: int) -> N
         raise OptionError(f"({name!r}, {type(tensor).__name__}): must be a name and a tensor")
     if name in places:
         raise OptionError(f"{name!r} comes twice")
+    if is_sharded(tensor) and not is_dtensor(tensor):
+        raise OptionError(
+            f"{name!r} is a {tensor}: of tensors that come one by one, DTensors only are sharded"
+        )
     encode_state({name: tensor}, rank)  # raises for what cannot be saved
 
 
