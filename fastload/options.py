@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
-PerRankMismatch = Literal["error", "skip"]
+PerRankMismatch = (
+    Literal["error", "skip"]
+    | Callable[..., Any]
+    | Mapping[str, Literal["error", "skip"] | Callable[..., Any]]
+)
 ReplicaCheck = Literal["off", "small", "full"]
 SnapshotMode = Literal["block", "overlap"]
 STRATEGIES = get_args(Strategy)
@@ -114,6 +118,11 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_mismatch(value: object) -> bool:
+    actions = value.values() if isinstance(value, Mapping) else [value]
+    return all(callable(action) or action in ("error", "skip") for action in actions)
+
+
 def _is_path(value: object) -> bool:
     return isinstance(value, str) and bool(value) and "\0" not in value
 
@@ -139,7 +148,9 @@ SETTINGS = {
     "read_threads": _number(None, least=1),
     "retries": _number(4, least=0),
     "verify": _flag(True),
-    "per_rank_mismatch": _choice("error", get_args(PerRankMismatch)),
+    "per_rank_mismatch": Setting(
+        "error", str, _is_mismatch, "one of error, skip, a function, or a dict of these"
+    ),
     "atomic": _flag(False),
     "prefetch_bytes": _size(None, least=0),
     "dequantize": _flag(False),
@@ -253,7 +264,14 @@ class Options:
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that have to be the same on all ranks."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_ONE_RANK}
+        return {f.name: _shared(getattr(self, f.name)) for f in fields(self) if f.name not in _OF_ONE_RANK}
+
+
+def _shared(value: Any) -> Any:
+    """Returns a value with functions replaced by their names."""
+    if isinstance(value, Mapping):
+        return {name: _shared(action) for name, action in value.items()}
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
 
 
 class ReadOptions(Options):
@@ -346,7 +364,9 @@ class LoadOptions(ReadOptions):
             checkpoint has one.
         per_rank_mismatch: What to do with a `PerRank` value that is wanted and that another number of ranks
             saved: ``error``, or ``skip``, which leaves its place in ``into=`` as it is, or None, with a
-            warning and in `LoadReport.left_out`.
+            warning and in `LoadReport.left_out`. Or a function of (the values of all ranks that saved, this
+            rank, number of ranks) that returns this rank's value: see `fastload.ext.per_rank`. Or a dict of
+            these by the name of the value; other values are an error.
         atomic: Whether no tensor of ``into=`` changes on any rank before all ranks have read and verified
             every byte. Each rank holds what it reads in host memory until then; with ``auto`` the ranks share
             the reading. See `FastloadError.is_partial` for what may fail afterwards.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastload.base.memory import host_view, uncollected
-from fastload.formats.state import NO_VALUE, SavedTensor, leaf_of, read_keys, structure_error
+from fastload.formats.state import NO_VALUE, RegroupedNode, SavedTensor, leaf_of, read_keys, structure_error
 from fastload.formats.untrusted import parse_value
 from fastload.formats.values import (
     FACTORIES,
@@ -83,6 +83,8 @@ class StateDecoder:
         saved = leaf_of(node, name)
         if saved is not None:
             return self._leaf(saved)
+        if type(node) is RegroupedNode:
+            return node.value([self.value(of_rank, prefix, key) for of_rank in node.nodes])
         if type(node) is list:
             return self._container(StateDecoder._elements, node, name)
         if type(node) is dict and len(node) == 1:

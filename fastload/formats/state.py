@@ -46,7 +46,7 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
-from fastload.errors import FastloadError, ManifestError, UnsupportedVersion, first_lines
+from fastload.errors import FastloadError, ManifestError, MismatchError, UnsupportedVersion, first_lines
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.values import (
     BARE_NAME,
@@ -59,6 +59,7 @@ from fastload.formats.values import (
     num_chars,
     show_path,
 )
+from fastload.options import PerRankMismatch
 
 OWN_PREFIX = "@rank"
 NO_VALUE: dict[str, Any] = {"PerRank": []}
@@ -85,7 +86,7 @@ class PerRank(Generic[T]):
     `fastload.save` saves the value of each rank: at most 1 MiB in all on a rank, and 256 MiB on all ranks. A
     load by the same number of ranks returns each rank its own value, or puts it in `value` of a `PerRank` in
     ``into=``. A load by another number of ranks is an error that names the place, unless
-    `LoadOptions.per_rank_mismatch` is ``skip``.
+    `LoadOptions.per_rank_mismatch` says what to do.
 
     Attributes:
         value: The value of this rank, of any type that a state may hold. Tensors that are also elsewhere in
@@ -93,6 +94,32 @@ class PerRank(Generic[T]):
     """
 
     value: T
+
+
+class RegroupedNode(NamedTuple):
+    """Stands in the structure for a value that another number of ranks saved, and a function converts.
+
+    Attributes:
+        name: The place.
+        nodes: The nodes of these ranks.
+        convert: Returns this rank's value, given theirs.
+    """
+
+    name: str
+    nodes: Sequence[Any]
+    convert: Callable[[list[Any]], Any]
+
+    def value(self, values: list[Any]) -> Any:
+        """Returns this rank's value.
+
+        Raises:
+            MismatchError: The function fails.
+        """
+        try:
+            return self.convert(values)
+        except Exception as error:
+            line = f"{self.name}: per_rank_mismatch= fails: {type(error).__name__}: {error}"
+            raise MismatchError(line, mismatched=(line,)) from error
 
 
 class SavedTensor(NamedTuple):
@@ -238,6 +265,8 @@ def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
     if saved is not None:
         found.append(saved)
         return
+    for of_rank in node.nodes if type(node) is RegroupedNode else ():
+        _collect(of_rank, name, found)
     prefix = f"{name}." if name else ""
     for ending, child in (children(node) or {}).values():
         _collect(child, prefix + ending, found)
@@ -399,21 +428,30 @@ class OwnView:
     """The structure as one rank sees it.
 
     Attributes:
-        structure: With this rank's own values, and `NO_VALUE` for values that it cannot load.
+        structure: With this rank's own values, a `RegroupedNode` for those that a function converts, and
+            `NO_VALUE` for values that it cannot load.
         elsewhere: The places without a value for this rank: name, and number of ranks with a value.
         together: By name of this rank's own tensors, the names of all ranks' tensors at the same place.
         refused: A line for each value that cannot be loaded.
+        is_regrouped: Whether it has a `RegroupedNode`.
     """
 
     structure: Any = None
     elsewhere: list[tuple[str, int]] = field(default_factory=list)
     together: dict[str, Sequence[str]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    is_regrouped: bool = False
 
 
 @checked
-def own_view(structure: Any, rank: int, size: int) -> OwnView:
+def own_view(structure: Any, rank: int, size: int, on_mismatch: PerRankMismatch = "error") -> OwnView:
     """Returns the structure as one rank of a group sees it.
+
+    Args:
+        structure: The structure; untrusted.
+        rank: The rank.
+        size: Number of ranks.
+        on_mismatch: See `LoadOptions.per_rank_mismatch`.
 
     Raises:
         ManifestError: It is malformed.
@@ -424,11 +462,16 @@ def own_view(structure: Any, rank: int, size: int) -> OwnView:
         name, values = list_of(place)
         if type(name) is not str or not list_of(values):
             raise ValueError(f"not a place of the ranks' own values: {show(place)}")
-        if len(values) != size:
+        action = action_at(name, on_mismatch)
+        if len(values) != size and isinstance(action, str):
             view.elsewhere.append((name, len(values)))
             return NO_VALUE
         names = [[saved.stored for saved in leaves(value, name)] for value in values]
         everyone = [stored for each in names for stored in each]
+        if len(values) != size:
+            view.together.update((stored, everyone) for stored in everyone)
+            view.is_regrouped = True
+            return RegroupedNode(name, values, lambda found: action(found, rank, size))
         view.together.update((stored, everyone) for stored in names[rank])
         return values[rank]
 
@@ -438,6 +481,11 @@ def own_view(structure: Any, rank: int, size: int) -> OwnView:
 
     view.structure = _with_replaced(structure, {"PerRank": own, "refused": refuse})
     return view
+
+
+def action_at(name: str, on_mismatch: PerRankMismatch) -> Any:
+    """Returns what is done with a value of another number of ranks: ``error``, ``skip`` or a function."""
+    return on_mismatch.get(name, "error") if isinstance(on_mismatch, Mapping) else on_mismatch
 
 
 def has_gap(node: Any) -> bool:

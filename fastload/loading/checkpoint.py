@@ -153,9 +153,9 @@ class Checkpoint:
 
         After `prefetch` it waits as `wait` does, and reads only what is not in memory.
         """
-        skip_per_rank = self._session.opened.options.per_rank_mismatch == "skip"
         with self._call():
-            request = LoadRequest(into, device, dtype, names, strict, skip_per_rank)
+            on_mismatch = self._session.opened.options.per_rank_mismatch
+            request = LoadRequest(into, device, dtype, names, strict, on_mismatch)
             return self._session.serve(request).result
 
     def read(self, boxes: BoxesByName, *, cast: bool = False) -> LoadReport:

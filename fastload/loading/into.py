@@ -23,7 +23,16 @@ from fastload.errors import MismatchError, OptionError
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
+from fastload.formats.state import (
+    NO_VALUE,
+    PerRank,
+    RegroupedNode,
+    SavedTensor,
+    children,
+    has_gap,
+    leaf,
+    leaves,
+)
 from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
 from fastload.geometry.dtensors import is_dtensor
 from fastload.loading.aliases import FOUND_LATE, any_differ, differing_line, raise_differing
@@ -438,7 +447,7 @@ class _Walk:
             holder, slot = target, key
             if isinstance(value, PerRank):
                 holder, slot, value = vars(value), "value", value.value
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and type(child) is not RegroupedNode:
                 self._tensor(TensorSlot(value, holder, slot), child, prefix + ending)
                 continue
             change = self._slot(value, child, prefix + ending, f"{where}[{key!r}]")
@@ -470,7 +479,7 @@ class _Walk:
                 known = () if node is _ABSENT else leaves(node, name)
                 place = (self.is_named and name) or where
                 self.pairs.stateful.append(StatefulRestore(place, value, SavedValue(node, name, known)))
-        elif isinstance(value, Mapping | list | tuple) and self._holds_some(value):
+        elif self._holds_some(value) and type(node) is not RegroupedNode:
             below = self._below(node)
             if below is not None:
                 return self._container(value, below, name, where)
@@ -598,14 +607,16 @@ class _Walk:
             self.differences.unexpected_values[name] = node
 
     def _holds_some(self, value: Any) -> bool:
-        """Whether a container holds anything that is loaded in place."""
+        """Whether a value is a container that holds anything that is loaded in place."""
+        if not isinstance(value, Mapping | list | tuple):
+            return False
         known = self._holds.get(id(value))
         if known is None:
             self._holds[id(value)] = False
             known = any(
-                self._holds_some(member)
-                if isinstance(member, Mapping | list | tuple) and not hasattr(member, "load_state_dict")
-                else isinstance(member, Tensor | nn.Module | PerRank) or hasattr(member, "load_state_dict")
+                isinstance(member, Tensor | nn.Module | PerRank)
+                or hasattr(member, "load_state_dict")
+                or self._holds_some(member)
                 for _, member in _items_of(value)
             )
             self._holds[id(value)] = known
@@ -661,6 +672,8 @@ class _Walk:
 
 
 def _what(node: Any) -> str:
+    if type(node) is RegroupedNode:
+        return "values of other ranks"
     if (saved := leaf(node, "tensor")) is not None and not saved.is_text:
         return "a tensor"
     return "none" if children(node) is None else "a container"

@@ -15,7 +15,7 @@ from fastload.errors import OptionError
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.state import SavedTensor, leaves, raise_refused
+from fastload.formats.state import SavedTensor, action_at, leaves, raise_refused
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import DTensorRanks
 from fastload.loading.aliases import AliasedMemory
@@ -48,6 +48,7 @@ from fastload.loading.targets import (
     parse_dtype,
     target_device,
 )
+from fastload.options import PerRankMismatch
 from fastload.transfer.buffers import Writer
 
 # Elements that mean nothing without their scales, if a scale goes with them; and what libraries call these.
@@ -154,7 +155,7 @@ class LoadRequest:
     dtype: torch.dtype | str | None = None
     names: Sequence[str] | str | None = None
     strict: bool = True
-    skip_per_rank: bool = False
+    per_rank_mismatch: PerRankMismatch = "error"
 
     @property
     def is_same(self) -> bool:
@@ -180,7 +181,8 @@ class LoadRequest:
             MemoryError: The destinations do not fit into memory.
         """
         device, dtype = target_device(self.device), parse_dtype(self.dtype)
-        view = RankView.of(manifest, rank, size)
+        on_mismatch = "error" if self.names is not None else self.per_rank_mismatch
+        view = RankView.of(manifest, rank, size, on_mismatch)
         selection = None if self.names is None else view.select(self.names)
         if self.strict and selection is None:
             raise_refused(manifest.url, view.own.refused)
@@ -195,17 +197,20 @@ class LoadRequest:
             )
             raise_mismatch(manifest.url, missing=selection.absent, mismatched=list(lines.values()))
             return _match_names(chosen, targets, view)
-        if not self.skip_per_rank:
-            raise_mismatch(manifest.url, mismatched=_elsewhere(view, size))
+        raise_mismatch(manifest.url, mismatched=_elsewhere(view, size, on_mismatch))
         return _match_all(targets, view, dtype)
 
 
-def _elsewhere(view: RankView, size: int, wanted: Sequence[str] | None = None) -> list[str]:
-    """Returns a line for each value that another number of ranks saved, at or below the wanted places."""
+def _elsewhere(
+    view: RankView, size: int, on_mismatch: PerRankMismatch, wanted: Sequence[str] | None = None
+) -> list[str]:
+    """Returns a line for each value that is an error, at or below the wanted places."""
     here = f"{size} ranks" if size > 1 else "one rank"
     advice = 'LoadOptions(per_rank_mismatch="skip") leaves it out'
     lines = []
     for name, num_saved in view.own.elsewhere:
+        if action_at(name, on_mismatch) == "skip":
+            continue
         if wanted is None or any(f"{name}.".startswith(f"{place}.") for place in wanted):
             saved = f"each of {num_saved} ranks" if num_saved > 1 else "one rank"
             lines.append(f"{name}: saved for {saved} (fastload.PerRank), to be loaded by {here}: {advice}")
@@ -264,7 +269,8 @@ def _match_all(targets: TargetBuilder, view: RankView, dtype: torch.dtype | None
             return targets.new
         return decode_state(structure, StateDecoder(targets.new, targets.exact))
 
-    return Match(destinations, targets.device, finish, left_out=view.left_out)
+    calls = view.own.is_regrouped
+    return Match(destinations, targets.device, finish, calls=calls, left_out=view.left_out)
 
 
 @torch.no_grad()  # else each access to a DTensor turns it off and on
@@ -288,8 +294,8 @@ def _match_into(
         for part in pairs.stateful
         for saved, like in sharded_state(part, manifest)
     }
-    if selection is None and not request.skip_per_rank:
-        differences.mismatched += _elsewhere(view, size, differences.left_out)
+    if selection is None:
+        differences.mismatched += _elsewhere(view, size, request.per_rank_mismatch, differences.left_out)
     cast: Mapping[str, str] = {}
     if has_quantized(manifest):
         loaded = {saved.stored for saved, _ in (*pairs.tensors, *pairs.wanted(()))}

@@ -16,6 +16,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import OWN_PREFIX, OwnView, SavedTensor, leaves, own_view
+from fastload.options import PerRankMismatch
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -35,8 +36,8 @@ class RankView:
     has_own: bool
 
     @classmethod
-    def of(cls, manifest: Manifest, rank: int, size: int) -> RankView:
-        """Returns the view of a rank in a group of some size.
+    def of(cls, manifest: Manifest, rank: int, size: int, on_mismatch: PerRankMismatch = "error") -> RankView:
+        """Returns the view of a rank in a group of some size; see `own_view`.
 
         Raises:
             ManifestError: The structure of the checkpoint is malformed.
@@ -45,7 +46,7 @@ class RankView:
         has_own = structure is not None and any(file.name.startswith(OWN_STEM) for file in manifest.files)
         if structure is None or (manifest.format == "fastload" and not has_own):
             return cls(manifest, OwnView(structure), False)
-        own = own_view(structure, rank, size)
+        own = own_view(structure, rank, size, on_mismatch)
         return cls(replace(manifest, structure=own.structure), own, has_own)
 
     @property

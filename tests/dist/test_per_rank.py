@@ -244,6 +244,89 @@ def load_with_warnings(rank: int, world: int, path: Path, logged: list[str]) -> 
     fastload.verify(path)
 
 
+def test_a_function_makes_the_values_of_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(save_them, 3, path=tmp_path / "a")
+    run_ranks(load_converted, 2, path=tmp_path / "a")
+    load_converted(0, 1, tmp_path / "a")
+    run_ranks(load_with_failures, 2, path=tmp_path / "a")
+
+
+def everything(values: list[Any], rank: int, size: int) -> Any:
+    return {"values": values, "here": (rank, size)}
+
+
+def load_converted(rank: int, world: int, path: Path) -> None:
+    saved = [own_of(number) for number in range(3)]
+
+    def expected(name: str) -> Any:
+        return {"values": [own[name] for own in saved], "here": (rank, world)}
+
+    def all_of_it(rng: Any, python: Any, left_over: Any, mixed: Any, odd: Any) -> dict[str, Any]:
+        data = {"python": python, "left over": [left_over, 3]}
+        return {"rng": rng, "data": data, "mixed": mixed, "odd": odd, "step": 4}
+
+    found = all_of_it(*map(expected, ("rng", "python", "left over", "mixed", "odd")))
+    for options in LOADS if world > 1 else LOADS[:1]:
+        with fastload.open(path, options=replace(options, per_rank_mismatch=everything)) as checkpoint:
+            state = checkpoint.load()
+            assert_same(state.pop("model"), state_of(0)["model"])
+            assert_same(state, found)
+            assert checkpoint.report is not None
+            assert checkpoint.report.left_out == ()
+            if options.strategy != "direct":
+                assert checkpoint.report.bytes_read == checkpoint.report.bytes_wanted, "each byte once"
+            into = {
+                "model": nn.Linear(90, 90),
+                "rng": torch.zeros(3),
+                "data": {"python": PerRank(None), "left over": [torch.zeros(1), 3]},
+                "mixed": PerRank({"steps": [], "t": torch.zeros(rank + 1), "who": ""}),
+                "odd": Holder(),
+                "step": 0,
+            }
+            checkpoint.load(into=into)
+            data = into["data"]
+            left_over, _ = data["left over"]
+            values = all_of_it(
+                into["rng"], data["python"].value, left_over, into["mixed"].value, into["odd"].value
+            )
+            assert_same(values, found)
+            assert "rng" not in checkpoint.load(names="model.*")
+
+
+class Holder:
+    value: Any = None
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def load_with_failures(rank: int, world: int, path: Path) -> None:
+    def fails(values: list[Any], rank: int, size: int) -> Any:
+        if rank == 1:
+            raise KeyError("no such sample")
+
+    fit = {"model": nn.Linear(90, 90), "step": 0}
+    for into in (None, {**fit, "rng": 0, "data": {"python": 0, "left over": [0, 0]}, "mixed": 0, "odd": 0}):
+        with pytest.raises(
+            fastload.FastloadError, match="per_rank_mismatch= fails: KeyError: 'no such sample'"
+        ):
+            fastload.load(path, into=into, options=LoadOptions(per_rank_mismatch=fails, timeout_s=20))
+    by_name = LoadOptions(per_rank_mismatch={"rng": everything, "mixed": "skip", "odd": "error"})
+    with pytest.raises(MismatchError) as raised:
+        fastload.load(path, options=by_name)
+    lines = [line.strip().partition(":")[0] for line in str(raised.value).split("\n")[1:]]
+    assert lines == ["data.python", "data.left over.0", "odd"]
+    into, options = {"mixed": nn.Linear(2, 2)}, LoadOptions(per_rank_mismatch=everything)
+    with pytest.raises(MismatchError, match="into= has a module, the checkpoint values of other ranks"):
+        fastload.load(path, into=into, strict=False, options=options)
+    other = everything if rank else fails
+    with pytest.raises(PlanMismatch, match="per_rank_mismatch"):
+        fastload.load(path, options=LoadOptions(per_rank_mismatch=other))
+
+
 @ranks(2)
 def test_too_much_is_told_to_all(rank: int, world: int, tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "big": PerRank(torch.zeros(1 + rank * 300_000))}

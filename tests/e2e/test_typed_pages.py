@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.forked import run_forked
 from tests.pages import ROOT, page
 
-RECIPES = ("ddp", "fabric", "from-dcp", "fsdp2", "ray", "refresh")
+RECIPES = ("data", "ddp", "fabric", "from-dcp", "fsdp2", "ray", "refresh")
 TYPED = ("README.md", "docs/training.md", *(f"docs/recipes/{name}.md" for name in RECIPES))
 # The names that a page leaves to its reader, unless a block defines them.
 GIVEN = """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fastload
 from fastload import PerRank
 from fastload.errors import ManifestError, MismatchError, OptionError
+from fastload.ext.per_rank import merge, split
 from fastload.formats.decoder import decode_state
 from fastload.formats.encoder import encode_state
 from fastload.formats.state import NO_VALUE, fill_places, has_gap, leaves, own_view
@@ -384,3 +385,64 @@ def test_it_replaces_a_checkpoint_that_had_own_values(tmp_path: Path) -> None:
     (tmp_path / "c" / "fastload.json").write_text("damaged")
     fastload.save({"w": torch.ones(2)}, tmp_path / "c", options=options)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["fastload.json", "model.safetensors"]
+
+
+# Functions for another number of ranks
+
+
+def positions(parts: list[list[range]]) -> list[int]:
+    return sorted(position for part in parts for each in part for position in each)
+
+
+@draws(60)
+@given(
+    st.integers(0, 60),
+    st.lists(st.tuples(st.integers(1, 7), st.lists(st.integers(0, 9), min_size=7, max_size=7)), max_size=4),
+)
+def test_positions_are_split_whatever_the_ranks_have_taken(
+    total: int, sizes: list[tuple[int, list[int]]]
+) -> None:
+    """Each position is taken once, parts are even, and there are no more ranges than ranks have come."""
+    parts, taken, most = [[range(total)]], [], 1
+    for size, advances in sizes:
+        parts = [split(parts, rank, size) for rank in range(size)]
+        num_left = [sum(map(len, part)) for part in parts]
+        assert max(num_left) - min(num_left) <= 1
+        most += size
+        assert sum(map(len, parts)) <= most
+        for part, advance in zip(parts, advances, strict=False):
+            for _ in range(min(advance, sum(map(len, part)))):
+                taken.append(part[0][0])
+                part[0] = part[0][1:]
+                if not part[0]:
+                    del part[0]
+    assert positions([*parts, [range(each, each + 1) for each in taken]]) == list(range(total))
+
+
+def test_shards_are_merged_and_split() -> None:
+    values = [
+        {"epoch": 3, "shards": ["a", "b", "c"]},
+        {"epoch": 3, "shards": []},
+        {"epoch": 3, "shards": ["d"]},
+    ]
+    assert merge(values, 1, 2) == {"epoch": 3, "shards": ["a", "b", "c", "d"]}
+    found = [split(values, rank, 3)["shards"] for rank in range(3)]
+    assert found == [["a"], ["b"], ["c", "d"]]
+    assert split(values, 0, 9) == {"epoch": 3, "shards": []}
+    assert merge([[range(3), range(5, 5)], [range(3, 9), range(0, 10, 3), range(12, 14, 3)]], 0, 1) == [
+        range(3), range(5, 5), range(3, 9), range(0, 14, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([{"epoch": 1}, {"epoch": 2}], "only lists may differ between ranks, not 1"),
+        ([1, True], "only lists may differ between ranks, not 1"),
+        ([{"a": 1}, {"b": 1}], "different keys"),
+        ([[1], 2], "only lists"),
+    ],
+)
+def test_what_is_no_list_has_to_be_the_same(values: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split(values, 0, 2)
