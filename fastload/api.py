@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import Meeting
+from fastload.comm.observers import notifying_of_failure
 from fastload.formats.layers import decoded, layers_of
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
@@ -166,7 +168,8 @@ def _open(
     with Meeting(process_group, f"opening {name_of(path)}") as meeting:
         chosen, location = meeting.choose(options, LoadOptions), locate(path)
     world = meeting.world
-    access = open_access(world, location, storage_options, chosen, {"path": location.given})
+    with notifying_of_failure(world, "load", time.perf_counter(), tier="storage"):
+        access = open_access(world, location, storage_options, chosen, {"path": location.given})
     if ends_call:
         world.acknowledge()
     return Checkpoint(world, access, chosen)

@@ -1,6 +1,6 @@
 """Reports of loads, saves and verifications: bytes, seconds, and the reasons of decisions.
 
-Printed, a report over all ranks is one line.
+Printed, a report over all ranks is a table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from fastload.base.units import count, format_bytes
+from fastload.base.registry import find
 
 _BUSY = 0.8  # of all cores
 
@@ -28,6 +28,11 @@ class Report:
     """Base class of the reports over all ranks."""
 
     ranks: Sequence[Any]
+
+    def __str__(self) -> str:
+        found = find("reports", "table")
+        text: str = found.load()(self) if found is not None else repr(self)
+        return text
 
     @property
     def total_s(self) -> float:
@@ -163,13 +168,6 @@ class LoadReport(Report):
     source_why: str = ""
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.url}: {count(self.num_tensors, 'tensor')}, {format_bytes(self.bytes_wanted)}"
-            f" in {self.total_s:.2f} s from {self.source}; {self.strategy},"
-            f" read {self.read_amplification:.2f} ×"
-        )
-
     @property
     def bytes_read(self) -> int:
         """Data bytes read from storage, over all ranks."""
@@ -225,10 +223,6 @@ class VerifyReport(Report):
     nbytes: int
     outcome: str = "intact"
     ranks: Sequence[RankReport] = field(default_factory=tuple)
-
-    def __str__(self) -> str:
-        compared = count(self.num_blocks, "block") if self.num_blocks else count(self.num_files, "file")
-        return f"{self.url}: {self.outcome}: {compared}, {format_bytes(self.nbytes)} in {self.total_s:.2f} s"
 
     @property
     def bytes_verified(self) -> int:
@@ -290,6 +284,7 @@ class SaveReport(Report):
             free; see `CheckpointManager`.
         tier: ``storage``, or the name of the tier that a `CheckpointManager` saved it to, such as ``memory``.
             Then `url` is where storage would have it.
+        step: The step, of a save by a `CheckpointManager`; else None.
         ranks: One entry per rank.
     """
 
@@ -304,14 +299,8 @@ class SaveReport(Report):
     why_complete: str = ""
     came_instead_of: tuple[str, ...] = ()
     tier: str = "storage"
+    step: int | None = None
     ranks: Sequence[SaveRankReport] = field(default_factory=tuple)
-
-    def __str__(self) -> str:
-        where = "" if self.tier == "storage" else f" to {self.tier}"
-        return (
-            f"{self.url}: saved {format_bytes(self.nbytes)}{where} in {self.total_s:.2f} s;"
-            f" training waited {self.stall_s:.2f} s"
-        )
 
     @property
     def bytes_written(self) -> int:

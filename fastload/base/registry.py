@@ -1,7 +1,7 @@
 """Extensions: what ``fastload.ext`` names, and entry points of the groups ``fastload.KIND``.
 
-Packages may bring commands, formats, layers, sources and storages of any name. Of the other kinds the core asks for
-names that it knows, such as the observer ``trace``.
+Packages may bring commands, formats, layers, sources and storages of any name. Of the other kinds the core asks
+for names that it knows, such as the observer ``trace``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def extension(kind: str, name: str, what: str) -> Any:
 
 def not_installed(kind: str, name: str) -> str:
     """Returns what to do about a missing extension, for messages."""
-    if name in _named(kind):
+    if name in extensions_of_fastload(kind):
         return "which this installation of fastload lacks"
     return (
         f"which is not installed: install the package that has it among its entry points of {_PREFIX}{kind}"
@@ -104,21 +104,22 @@ def find(kind: str, name: str) -> Extension | None:
 
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any; first those of fastload."""
-    own = {name: found for name in _named(kind) if (found := _own(kind, name)) is not None}
+    own = {name: found for name in extensions_of_fastload(kind) if (found := _own(kind, name)) is not None}
     return {
         **own,
         **{name: found for name, found in installed_extensions().get(kind, {}).items() if name not in own},
     }
 
 
-def _named(kind: str) -> Mapping[str, str]:
+def extensions_of_fastload(kind: str) -> Mapping[str, str]:
+    """Returns the extensions of a kind that fastload itself has: name → where it is."""
     named: Mapping[str, str] = import_module("fastload.ext").EXTENSIONS.get(kind, {})
     return named
 
 
 def _own(kind: str, name: str) -> Extension | None:
     """Returns one of fastload's own, unless its module was deleted."""
-    value = _named(kind).get(name, "")
+    value = extensions_of_fastload(kind).get(name, "")
     try:
         is_there = bool(value) and find_spec(value.partition(":")[0]) is not None
     except ModuleNotFoundError:  # nor the package that it was in

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from fastload.base.registry import extensions
 from fastload.errors import FastloadError, OptionError, PeerError
-from fastload.report import Report
 
 Command = Callable[..., Any]
 
@@ -222,20 +221,6 @@ def age(since_s: float) -> str:
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
     return f"{age_s:.0f} s"
-
-
-def seconds(duration_s: float) -> str:
-    """Returns a time as tables show it."""
-    return f"{duration_s:.2f} s"
-
-
-def print_notes(report: Report) -> None:
-    """Prints the notes on ranks in a report."""
-    for own in report.ranks:
-        if own.note:
-            stdout().print(f"rank {own.rank} on {own.host} {own.note}")
-        if own.problems:
-            stdout().print(f"rank {own.rank} on {own.host}: {own.problems}")
 
 
 def _parse_png(text: str) -> str:

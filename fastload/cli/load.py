@@ -11,24 +11,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 import torch.distributed as dist
-from rich.filesize import decimal
 from torch import Tensor
 
 import fastload
 from fastload.base.devices import is_accelerator
-from fastload.base.units import count
+from fastload.base.registry import extension
 from fastload.cli.console import (
     chosen_sources,
     json_option,
     print_json,
-    print_notes,
-    print_table,
     progress,
-    seconds,
     set_rank,
     source_options,
-    stdout,
-    table_of,
 )
 from fastload.comm.group import separate_call
 from fastload.comm.launch import Launch, from_env, initialize
@@ -141,68 +135,10 @@ def _require_trace(rank: int, options: fastload.LoadOptions) -> None:
 
 
 def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
-    console = stdout()
-    where = "in parts on" if sharded else "on each of" if len(report.ranks) > 1 else "on"
-    rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
-    verified = f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""
-    supplied = f", from sources: {decimal(report.bytes_supplied)}" if report.bytes_supplied else ""
-    is_for_itself = report.strategy == "direct" and len(report.ranks) > 1
-    read = "read by each rank for itself" if is_for_itself else "read from storage"
-    console.print(f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}")
-    console.print(f"{report.strategy}: {report.why}")
-    console.print(
-        f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {count(len(report.ranks), 'rank')}; "
-        f"{read}: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
-        f"{supplied}"
-        f"{verified}"
-    )
-    console.print(
-        f"{count(report.num_rounds, 'round')} of {decimal(report.chunk_bytes)} chunks, "
-        f"{report.depth} in flight; exchange: {report.transport}"
-    )
-    console.print(_reads_of(report))
-    heads = (
-        "rank",
-        "host",
-        "read",
-        "received",
-        "network",
-        "reading",
-        "exchange",
-        "placing",
-        "total",
-        "staging",
-    )
-    table = table_of(*heads, text=("host",))
-    for own in report.ranks:
-        table.add_row(
-            str(own.rank),
-            own.host,
-            decimal(own.bytes_read) if own.reader else "–",
-            decimal(own.bytes_received),
-            decimal(own.bytes_in),
-            *map(seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
-            decimal(own.peak_staging_bytes),
-        )
-    print_table(table)
-    console.print("reading, exchange and placing overlap; the rest of the total is waiting")
+    table = extension("reports", "table", "printing a report")
+    click.echo(table(report, is_complete=True, sharded=sharded))
     for rank, digest in enumerate(digests or []):
-        console.print(f"digest of rank {rank}: {digest}")
-    print_notes(report)
-
-
-def _reads_of(report: fastload.LoadReport) -> str:
-    """Returns how storage was read, and what took longest."""
-    num_reads = sum(own.num_reads for own in report.ranks)
-    readers = [own for own in report.ranks if own.num_reads]
-    if not readers:
-        return "read nothing from storage"
-    first_byte_s = sum(own.first_byte_s * own.num_reads for own in readers) / num_reads
-    after = f", first byte after {1000 * first_byte_s:.0f} ms" if first_byte_s else ""
-    in_flight = sum(own.reads_in_flight for own in readers) / len(readers)
-    return (
-        f"{count(num_reads, 'read')}, {in_flight:.0f} in flight on each reader{after}; limit: {report.limit}"
-    )
+        click.echo(f"digest of rank {rank}: {digest}")
 
 
 @click.command(short_help="Check every byte of a checkpoint.")
@@ -235,11 +171,7 @@ def read_all(read: Callable[..., fastload.VerifyReport], path: str, what: str, *
     if as_json:
         print_json(report.to_dict())
         return
-    rate = report.bytes_verified / report.total_s if report.total_s else 0.0
-    blocks = f"{count(report.num_blocks, 'block')}, " if report.num_blocks else ""
-    files, ranks = count(report.num_files, "file"), count(len(report.ranks), "rank")
-    stdout().print(f"{report.url}: {report.outcome}: {blocks}{decimal(report.nbytes)} in {files}")
-    stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
+    click.echo(report)
 
 
 @dataclass(frozen=True)

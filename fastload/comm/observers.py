@@ -1,17 +1,21 @@
-"""Observers: told of the stages and the ends of loads and saves, on each rank."""
+"""Observers of the stages of loads and saves, and listeners to what ends, on each rank."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
-from fastload.base.registry import extension
+from fastload.base.registry import extension, extensions_of_fastload, find
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import FastloadError
+from fastload.options import environment
 
 _log = logging.getLogger(__name__)
 
@@ -132,16 +136,96 @@ class Observers:
                 _log.exception("an observer failed")
 
 
-_registered: list[Callable[[World], Observer]] = []
+@dataclass(frozen=True)
+class Event:
+    """Something has ended, on this rank.
+
+    Attributes:
+        name: ``load``, ``save``, ``stage``, ``restore``, ``delete``; ``manage`` when a `CheckpointManager`
+            opens, and ``close`` when it closes.
+        rank: This rank in its group.
+        seconds: Since it began, on this rank.
+        facts: ``error`` if it failed. The ``report`` of a load, save or stage. ``tier`` and ``step`` of a
+            save, ``step``, ``source``, ``why`` and ``num_damaged`` of a restore, ``step``, ``url`` and
+            ``nbytes`` of a deletion.
+    """
+
+    name: str
+    rank: int
+    seconds: float
+    facts: Mapping[str, Any]
 
 
-def register_observer(make: Callable[[World], Observer]) -> None:
+_registered: list[Callable[[World], Observer | None]] = []
+_listeners: list[Callable[[Event], object]] = []
+
+
+def register_observer(make: Callable[[World], Observer | None]) -> None:
     """Has all later loads and saves of this process observed.
 
     Args:
-        make: Makes the observer of a call, given its ranks. If it takes steps, all ranks register it.
+        make: Makes the observer of a call, given its ranks; None without one on this rank. If it takes steps,
+            all ranks register it.
     """
     _registered.append(make)
+
+
+def register_listener(listen: Callable[[Event], object]) -> None:
+    """Has all later events of this process told to a function, in the thread in which they end.
+
+    Args:
+        listen: Returns at once. An exception is logged.
+    """
+    _listeners.append(listen)
+
+
+@cache
+def _switch_on() -> None:
+    """Starts the extensions that environment variables switch on: ``FASTLOAD_METRICS`` the one so named."""
+    given = environment("FASTLOAD_")
+    for name in extensions_of_fastload("switches"):
+        if (text := given.get(f"FASTLOAD_{name.upper()}")) and (found := find("switches", name)):
+            found.load()(text)
+
+
+def notify(world: World, name: str, began_s: float, **facts: Any) -> None:
+    """Tells the listeners; never raises.
+
+    Args:
+        world: The ranks.
+        name: As in `Event`.
+        began_s: Its beginning, by `time.perf_counter`.
+        facts: As in `Event`.
+    """
+    event = Event(name, world.rank, time.perf_counter() - began_s, facts)
+    _tell_listener(_tell_extensions, event)
+    for listen in list(_listeners):
+        _tell_listener(listen, event)
+
+
+def _tell_listener(listen: Callable[[Event], object], event: Event) -> None:
+    try:
+        listen(event)
+    except Exception:
+        _log.exception("a listener failed")
+
+
+def _tell_extensions(event: Event) -> None:
+    """Switches extensions on, and tells the one that logs events, if they are logged."""
+    _switch_on()
+    is_logged = logging.getLogger(f"fastload.{event.name}").isEnabledFor(logging.INFO)
+    if is_logged and (found := find("logs", "events")):
+        found.load()(event)
+
+
+@contextmanager
+def notifying_of_failure(world: World, name: str, began_s: float, **facts: Any) -> Iterator[None]:
+    """Notifies if the block fails; arguments are those of `notify`."""
+    try:
+        yield
+    except BaseException as error:
+        notify(world, name, began_s, error=error, **facts)
+        raise
 
 
 def observe(world: World, trace: str | os.PathLike[str] | None) -> Observers:
@@ -152,10 +236,11 @@ def observe(world: World, trace: str | os.PathLike[str] | None) -> Observers:
         trace: The option, which the extension ``trace`` is for.
 
     Raises:
-        OptionError: That cannot be imported.
+        OptionError: That cannot be imported, or an environment variable is invalid.
     """
     with world.together():
-        members = [make(world) for make in _registered]
+        _switch_on()
+        members = [member for make in _registered if (member := make(world)) is not None]
         tracing: TraceWriter | None = None
         if trace is not None:
             tracing = extension("observers", "trace", "trace=").Tracing(world, trace)

@@ -37,6 +37,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     "ls": {  # options of that command
         "memory": "fastload.ext.memory.command:ls",
     },
+    "logs": {
+        "events": "fastload.ext.reports.log:log_event",
+    },
     "observers": {
         "trace": "fastload.ext.traces.tracing",
     },
@@ -54,6 +57,12 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     },
     "storages": {  # by the schemes of their URLs
         "hf": "fastload.ext.remote.open_hub:open_hub",
+    },
+    "reports": {
+        "table": "fastload.ext.reports.tables:table",
+    },
+    "switches": {  # called once with the environment variable FASTLOAD_NAME, if it is not empty
+        "metrics": "fastload.ext.metrics:switch_on",
     },
     "tiers": {  # next to storage, for a CheckpointManager
         "memory": "fastload.ext.memory.tier:open_tier",

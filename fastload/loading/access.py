@@ -68,6 +68,7 @@ class Access:
         components: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and
             so on, the complete one last. `logical` of each is what it stands for with those after it.
         layers: Layers that serve loads.
+        source: ``storage``, or the name of a tier.
     """
 
     storage: CheckpointReader
@@ -82,6 +83,7 @@ class Access:
     cached: CachedBytes | None = None
     components: tuple[Access, ...] = ()
     layers: tuple[Layer, ...] = ()
+    source: str = "storage"
 
     @property
     def is_mounted(self) -> bool:

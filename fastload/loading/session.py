@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fastload.base.devices import is_accelerator
 from fastload.comm.failures import kinds_of
-from fastload.comm.observers import Observers, observe
+from fastload.comm.observers import Observers, notify, notifying_of_failure, observe
 from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted, WorldError
@@ -213,11 +213,15 @@ class Session:
         Raises:
             FastloadError: A rank failed.
         """
-        self.await_supply()
-        start, match = LoadStart.now(self.opened), None
-        for layer in self.opened.access.layers:
-            match = match or layer.serve(self, request)
-        return self.load(request, match, start=start)
+        world, began = self.opened.world, time.perf_counter()
+        with notifying_of_failure(world, "load", began, tier=self.opened.access.source):
+            self.await_supply()
+            start, match = LoadStart.now(self.opened), None
+            for layer in self.opened.access.layers:
+                match = match or layer.serve(self, request)
+            loaded = self.load(request, match, start=start)
+        notify(world, "load", began, report=loaded.report)
+        return loaded
 
     def drop_supplier(self) -> None:
         """Ends what its supplier has under way, and releases its memory."""
@@ -402,6 +406,7 @@ def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
         num_rounds=job.pipeline.plan.num_rounds,
         depth=job.pipeline.plan.depth,
         left_out=matched.match.left_out,
+        source=matched.opened.access.source,
         ranks=ranks,
     )
 

@@ -18,6 +18,7 @@ from typing import ClassVar
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
 from fastload.base.tracebacks import short_tracebacks
+from fastload.comm.observers import notify
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, WorldError
 from fastload.report import SaveReport
@@ -34,6 +35,7 @@ class FinishedSave:
         report: The report.
         world: The ranks.
         what: Name of the save, for messages.
+        began: `time.perf_counter` of the call.
         on_report: The caller's function for the report, if any.
         some_listen: Whether any rank has one.
     """
@@ -41,11 +43,13 @@ class FinishedSave:
     report: SaveReport
     world: World
     what: str
+    began: float
     on_report: Callable[[SaveReport], object] | None
     some_listen: bool
 
     def tell(self) -> None:
-        """Calls `on_report`, on all ranks; if it raises on one, it raises on all."""
+        """Notifies, and calls `on_report`, on all ranks; if it raises on one, it raises on all."""
+        notify(self.world, "save", self.began, report=self.report)
         with self.world.together():
             self.world.tell(self.what, self.report, self.on_report, some_listen=self.some_listen)
         self.world.acknowledge()

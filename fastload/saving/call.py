@@ -51,6 +51,8 @@ class SaveCall:
         stem: First part of the names of the files; of another one than ``model`` there is one file.
         problem: Why this rank cannot save, found by a caller that had to come here all the same. All ranks
             raise it, as any error of the state.
+        step: Its step in a training; None if it is not of one.
+        tier: ``storage``, or the name of a tier.
     """
 
     world: World
@@ -67,6 +69,8 @@ class SaveCall:
     transform: PlanTransform | None = None
     stem: str = MODEL_STEM
     problem: Exception | None = None
+    step: int | None = None
+    tier: str = "storage"
 
     @property
     def url(self) -> str:
@@ -116,6 +120,7 @@ def make_call(
     names: Names = NAMES,
     find_base: Callable[[], Location | None] | None = None,
     stem: str = MODEL_STEM,
+    step: int | None = None,
 ) -> SaveCall:
     """Meets the other ranks for a save.
 
@@ -152,4 +157,5 @@ def make_call(
         transform=transform,
         stem=stem,
         problem=problem,
+        step=step,
     )

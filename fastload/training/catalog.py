@@ -7,12 +7,15 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from fastload.base.threads import Task, in_threads
+from fastload.comm.observers import notify
+from fastload.comm.world import World
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, digest_of, parse
@@ -494,12 +497,16 @@ class Cleaner:
     """Deletes old checkpoints and the remains of dead saves, in the background. Its errors are only logged.
 
     Args:
+        world: The ranks, for whose listeners this one notes what it deletes.
         catalog: The checkpoints.
         policy: Which ones to keep; None keeps all.
         in_use: Returns the URLs of checkpoints that are open.
     """
 
-    def __init__(self, catalog: Catalog, policy: KeepPolicy | None, in_use: Callable[[], set[str]]) -> None:
+    def __init__(
+        self, world: World, catalog: Catalog, policy: KeepPolicy | None, in_use: Callable[[], set[str]]
+    ) -> None:
+        self._world = world
         self._catalog = catalog
         self._policy = policy
         self._in_use = in_use
@@ -554,8 +561,10 @@ class Cleaner:
 
     def _prune(self, policy: KeepPolicy, step: int, damaged: set[int]) -> None:
         catalog, entries = self._catalog, self._catalog.entries()
+        sizes = {one.step: one.summary.nbytes for one in entries if one.summary is not None}
         open_ones = {one.step for one in entries if catalog.is_at(one.step, self._in_use())}
         for old in catalog.expendable(entries, policy, needed={step, *open_ones}, damaged=damaged):
             if not catalog.is_at(old, self._in_use()):
+                began = time.perf_counter()
                 catalog.remove(old)
-                _log.info("removed %s", catalog.path(old))
+                notify(self._world, "delete", began, step=old, url=catalog.path(old).url, nbytes=sizes[old])

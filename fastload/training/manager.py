@@ -15,6 +15,7 @@ from fastload.base.registry import extension
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
+from fastload.comm.observers import notify, notifying_of_failure
 from fastload.errors import FastloadError, OptionError, StorageError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, Patience, SaveOptions
@@ -276,6 +277,7 @@ class CheckpointManager:
         memory_every_seconds: float | None = None,
         memory_copies: int = 2,
     ) -> None:
+        began = time.perf_counter()
         with Meeting(process_group, f"managing the checkpoints in {name_of(root)}") as meeting:
             chosen = meeting.choose(options, SaveOptions)
             opens_tier = _tier_of(memory, tier)
@@ -337,8 +339,9 @@ class CheckpointManager:
         self._schedule = SaveSchedule(world, policy.interval, policy.save_policy, self._pending, self._tier)
         self._cleaner: Cleaner | None = None
         if cleans:
-            self._cleaner = Cleaner(self._catalog, policy.keeps, Checkpoint.urls_in_use)
+            self._cleaner = Cleaner(world, self._catalog, policy.keeps, Checkpoint.urls_in_use)
             self._cleaner.clean()
+        notify(world, "manage", began)
 
     def _open_tier(self) -> SaveTier | None:
         """Opens the tier, if there is one."""
@@ -446,7 +449,7 @@ class CheckpointManager:
         request = SaveRequest(saved, path, self._schedule.stop_requested, is_void=problem is not None)
         if failed := self._schedule.pause(lambda: self._pending.make_room(request)):
             self._raise_failed(failed)
-        save = partial(self._save_to_storage, state, path, metadata, self._find_base(step), problem, began)
+        save = partial(self._save_to_storage, state, step, metadata, self._find_base(step), problem, began)
         has_succeeded = self._pending.start(
             request, lambda queued: self._schedule.measure(partial(save, queued))
         )
@@ -484,7 +487,7 @@ class CheckpointManager:
     def _save_to_storage(
         self,
         state: Any,
-        path: str,
+        step: int,
         metadata: Mapping[str, str],
         find_base: Callable[[], Location | None] | None,
         problem: Exception | None,
@@ -493,6 +496,7 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Saves; returns the handle of a save in the background."""
         policy, given, options = self._policy, self._defaults, self._policy.options
+        path = self.path(step)
         if options.trace is not None:  # one for each checkpoint: trace-step_00000012.json
             stem, suffix = os.path.splitext(os.fspath(options.trace))
             options = replace(options, trace=f"{stem}-{os.path.basename(path)}{suffix}")
@@ -507,6 +511,7 @@ class CheckpointManager:
             in_background=policy.async_,
             queued=queued,
             find_base=find_base,
+            step=step,
         )
         if policy.async_:
             return save_in_background(call, state)
@@ -605,7 +610,12 @@ class CheckpointManager:
             FastloadError: As for `fastload.load`; if all are damaged, the error of the oldest.
         """
         arguments["into"] = into
-        return self._restorer.restore(step, arguments, self._look(step, **arguments))
+        world, began = self._world, time.perf_counter()
+        with notifying_of_failure(world, "restore", began):
+            state = self._restorer.restore(step, arguments, self._look(step, **arguments))
+        if self._restorer.restored is not None:
+            notify(world, "restore", began, **asdict(self._restorer.restored))
+        return state
 
     @property
     def restored_step(self) -> int | None:
@@ -643,6 +653,7 @@ class CheckpointManager:
         if self._open_in != os.getpid():
             return
         self._open_in = None
+        began = time.perf_counter()
         self._restorer.end_prefetch()
         try:
             self._finish()
@@ -653,6 +664,7 @@ class CheckpointManager:
                 lacking = self._history.lacking(self._pending.newest)
                 flushes = self.stop_requested or self._history.uses_tier
                 self._tier.close(goes_well=goes_well, lacking=lacking, flushes=flushes)
+            notify(self._world, "close", began)
 
     def _require_open(self) -> None:
         if self._open_in is None:

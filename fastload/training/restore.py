@@ -34,11 +34,13 @@ class RestoredCheckpoint:
         step: Its step.
         source: Its `Found.source`.
         why: The reason for the source.
+        num_damaged: Number of better ones that could not be restored.
     """
 
     step: int
     source: str
     why: str
+    num_damaged: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class CheckpointRestorer:
                 raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{also}")
             chosen = candidates[-1]
             try:
-                state = self._load(chosen, candidates, arguments, reason)
+                state = self._load(chosen, candidates, arguments, reason, num_damaged=len(tried))
             except FastloadError as error:
                 if not chosen.blames(error):
                     raise
@@ -204,10 +206,9 @@ class CheckpointRestorer:
                     reason = f"step {failed} in {chosen.source} cannot be restored: {error}"
                     self._warn(reason)
             else:
-                if chosen.source == STORAGE and reason:
-                    is_passed_over = step is None and any(one.point > chosen.point for one in in_tier)
-                    level = logging.WARNING if is_passed_over else logging.INFO
-                    self._log(level, f"step {chosen.point.step} is restored from storage: {reason}")
+                is_passed_over = step is None and any(one.point > chosen.point for one in in_tier)
+                if chosen.source == STORAGE and is_passed_over:
+                    self._warn(f"step {chosen.point.step} is restored from storage: {reason}")
                 self._tell_tier(step, chosen, self._current(in_tier, listing))
                 return state
             finally:
@@ -248,7 +249,14 @@ class CheckpointRestorer:
         ordered.sort(key=lambda candidate: candidate[:2])
         return [found for *_, found in ordered if found not in tried]
 
-    def _load(self, chosen: Found, others: Sequence[Found], arguments: Mapping[str, Any], reason: str) -> Any:
+    def _load(
+        self,
+        chosen: Found,
+        others: Sequence[Found],
+        arguments: Mapping[str, Any],
+        reason: str,
+        num_damaged: int,
+    ) -> Any:
         restored, given = self._prepare(chosen, others, arguments, reason)
         prefetched = self._prefetched
         is_as_prefetched = not arguments.keys() & self._defaults.keys()
@@ -256,7 +264,7 @@ class CheckpointRestorer:
             state = prefetched[1].load(**arguments)
         else:
             state = chosen.load(given)
-        self.restored = restored
+        self.restored = replace(restored, num_damaged=num_damaged)
         return state
 
     def _prepare(
@@ -302,11 +310,8 @@ class CheckpointRestorer:
         return newest.problem or f"{self._tier.name} has step {step} only"
 
     def _warn(self, text: str) -> None:
-        self._log(logging.WARNING, text)
-
-    def _log(self, level: int, text: str) -> None:
         if self._world.rank == 0:
-            _log.log(level, "%s", text)
+            _log.warning("%s", text)
 
 
 def require_valid(step: Any, arguments: Mapping[str, Any]) -> None:
@@ -325,4 +330,4 @@ def require_valid(step: Any, arguments: Mapping[str, Any]) -> None:
 def _report_source(
     tell: Callable[[LoadReport], None], restored: RestoredCheckpoint, report: LoadReport
 ) -> None:
-    tell(replace(report, source=restored.source, source_why=restored.why))
+    tell(replace(report, source_why=restored.why))

@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # The frameworks that integrations and fastload.testing are for: who uses one has it.
 FRAMEWORKS = {*"accelerate lightning peft pytest sglang torchft torchtitan transformers vllm".split()}
-COMES_WITH = {"botocore": "boto3", "lightning_utilities": "lightning"}
+COMES_WITH = {
+    "botocore": "boto3",
+    "lightning_utilities": "lightning",
+    "opentelemetry": "opentelemetry-api",
+}
 
 
 def declared() -> dict[str, str]:
@@ -23,7 +27,7 @@ def declared() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["cli"], *extras["hub"], *extras["plot"], *extras["remote"]]
-    lines += extras["serve"]
+    lines += [*extras["metrics"], *extras["serve"]]
     found = [re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines]
     return {match[1]: match[2] for match in found if match is not None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import fastload
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm import observers
 from fastload.comm.group import join
-from fastload.comm.observers import observe, register_observer
+from fastload.comm.observers import Event, observe, register_listener, register_observer
 from fastload.comm.world import World
 
 STATE = {"a": torch.arange(100.0), "b": torch.arange(7)}
@@ -162,3 +162,66 @@ def test_nobody_listens_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = observe(join(call="saving", timeout_s=60), None)
     nobody.follow({"read": watch})
     assert watch.listeners == ()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What a listener is told."""
+    monkeypatch.setattr(observers, "_listeners", [])
+    events: list[Event] = []
+    register_listener(events.append)
+    return events
+
+
+def test_a_listener_is_told_what_ends(events: list[Event], tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with fastload.CheckpointManager(run, every_steps=1, keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+            manager.wait()
+        assert manager.restore()["b"].tolist() == STATE["b"].tolist()
+    fastload.stage(run / "step_00000002", copy)
+    told = [event.name for event in events]
+    assert told == ["manage", "save", "save", "delete", "load", "restore", "close", "stage"]
+    of = {event.name: event.facts for event in events}
+    assert of["save"]["report"].step == 2
+    assert of["load"]["report"].url == str(run / "step_00000002")
+    assert of["restore"] == {"step": 2, "source": "storage", "why": "", "num_damaged": 0}
+    assert (of["delete"]["step"], of["delete"]["url"]) == (1, str(run / "step_00000001"))
+    assert of["delete"]["nbytes"] > 456
+    assert of["stage"]["report"].path == str(copy)
+    assert all(event.rank == 0 and event.seconds >= 0 for event in events)
+
+
+def test_a_listener_is_told_of_what_fails(events: list[Event], tmp_path: Path) -> None:
+    def fail(call: Callable[[], object]) -> BaseException:
+        with pytest.raises(fastload.FastloadError) as caught:
+            call()
+        return caught.value
+
+    (tmp_path / "file").touch()
+    fastload.save(STATE, tmp_path / "saved")
+    with fastload.CheckpointManager(tmp_path / "run") as manager:
+        events.clear()
+        errors = [
+            fail(lambda: fastload.load(tmp_path / "nothing")),
+            fail(lambda: fastload.load(tmp_path / "saved", names=["c"])),
+            fail(lambda: fastload.save(object(), tmp_path / "a")),
+            fail(lambda: fastload.save(STATE, tmp_path / "file" / "a")),
+            fail(fastload.async_save(STATE, tmp_path / "file" / "a").wait),
+            fail(lambda: fastload.stage(tmp_path / "saved", tmp_path / "file" / "a")),
+            fail(manager.restore),
+        ]
+    told = [(event.name, type(event.facts["error"])) for event in events if event.name != "close"]
+    names = ["load", "load", "save", "save", "save", "stage", "restore"]
+    assert told == [(name, type(error)) for name, error in zip(names, errors, strict=True)]
+
+
+def test_what_a_listener_raises_fails_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    monkeypatch.setattr(observers, "_listeners", [lambda event: 1 / 0, events.append])
+    fastload.save(STATE, tmp_path / "a")
+    assert "a listener failed" in caplog.text
+    assert len(events) == 1

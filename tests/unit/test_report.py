@@ -124,7 +124,7 @@ def test_reports_of_all_ranks_are_read_as_they_were_told() -> None:
     assert reports == pickle.loads(pickle.dumps(reports)) == tuple(reports) != own[:1]
 
 
-def test_printed_it_is_one_line() -> None:
+def test_printed_it_is_a_table() -> None:
     rank = RankReport(rank=0, host="a", reader=True, bytes_read=3_000_000, total_s=1.5)
     loaded = LoadReport(
         url="/ckpt",
@@ -139,13 +139,45 @@ def test_printed_it_is_one_line() -> None:
         depth=1,
         ranks=[rank],
     )
-    assert str(loaded) == "/ckpt: 1 tensor, 2 MB in 1.50 s from storage; direct, read 1.50 ×"
+    assert str(loaded).splitlines() == [
+        "/ckpt: 1 tensor, 2 MB",
+        "direct: one rank",
+        "1.50 s, 1.33 MB/s on 1 rank; read from storage: 3 MB = 1.50 × the checkpoint",
+        "1 round of 1 B chunks, 1 in flight; exchange: none",
+        "read nothing from storage",
+        "reading, exchange and placing overlap; the rest of the total is waiting",
+        "",
+        "rank  host  read  received  network  reading  exchange  placing   total  staging",
+        "   0  a     3 MB       0 B      0 B   0.00 s    0.00 s   0.00 s  1.50 s      0 B",
+    ]
     own = SaveRankReport(
         rank=0, host="a", bytes_written=7, stall_s=0.25, snapshot_s=0, write_s=1, flush_s=0, commit_s=0,
         total_s=2, peak_staging_bytes=0,
     )  # fmt: skip
     saved = SaveReport(
         url="/ckpt", nbytes=7000, num_tensors=1, num_files=1, block_bytes=1, num_writers=1, num_copies=1,
-        tier="memory", ranks=[own],
+        tier="memory", step=7, ranks=[own],
     )  # fmt: skip
-    assert str(saved) == "/ckpt: saved 7 kB to memory in 2.00 s; training waited 0.25 s"
+    assert str(saved).splitlines() == [
+        "/ckpt, step 7: 1 tensor, 7 kB in 1 file, to memory",
+        "2.00 s until it was durable, 3.5 kB/s; training waited 0.25 s; 1 writer",
+        "",
+        "rank  host  written  sent   stall  snapshot  waiting  writing   flush  commit   total  staging",
+        "   0  a         7 B   0 B  0.25 s    0.00 s   0.00 s   1.00 s  0.00 s  0.00 s  2.00 s      0 B",
+    ]
+
+
+def test_printed_it_has_a_line_for_each_of_the_slowest_ranks_and_what_went_wrong() -> None:
+    ranks = [
+        RankReport(rank=rank, host="a", reader=True, total_s=1.0 + rank, note="stopped" if rank == 3 else "")
+        for rank in range(20)
+    ]
+    lines = str(make_report(8, *ranks)).splitlines()
+    assert "the 16 slowest of 20:" in lines
+    assert [line.split()[0] for line in lines if line.endswith("0 B")] == [str(rank) for rank in range(4, 20)]
+    assert lines[-1] == "rank 3 on a stopped"
+
+
+def test_without_the_extension_a_report_prints_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", {})
+    assert str(make_report(8)).startswith("LoadReport(url='u'")

@@ -187,7 +187,8 @@ def _open(
                 f"{lacking} bytes of step {checkpoint.step} are missing or damaged on all hosts"
             )
         readers = tuple(rank for rank in access.readers if rank in supply.ranks)
-        return replace(access, supply=supply, readers=readers or access.readers[:1], shared=False)
+        readers = readers or access.readers[:1]
+        return replace(access, supply=supply, readers=readers, shared=False, source="memory")
     except BaseException:
         access.storage.close()
         raise

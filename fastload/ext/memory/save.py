@@ -123,7 +123,8 @@ def _report(
     layout, own = plan.state.layout, responses[plan.group.leader]["own"]
     return SaveReport(
         url=call.url,
-        tier="memory",
+        tier=call.tier,
+        step=call.step,
         nbytes=layout.nbytes + own["nbytes"],
         num_tensors=len(plan.state.content.specs) + own["num_tensors"],
         num_files=len(layout.files) + own["num_files"],

@@ -252,6 +252,8 @@ class MemoryTier:
             began=began,
             problem=problem,
             pool=self._buffers,
+            step=step,
+            tier="memory",
             name=name,
             point=point,
             lineage=lineage,

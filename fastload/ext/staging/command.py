@@ -6,28 +6,20 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 import click
-from rich.filesize import decimal
 
-from fastload.base.registry import extensions
-from fastload.base.units import count
+from fastload.base.registry import extension, extensions
 from fastload.cli.console import (
     Command,
     chosen_sources,
     json_option,
     print_json,
-    print_notes,
-    print_table,
     progress,
-    seconds,
     set_rank,
     source_options,
-    stdout,
-    table_of,
 )
 from fastload.comm.launch import initialize
 from fastload.ext.staging import api
 from fastload.ext.staging.options import StageOptions
-from fastload.ext.staging.report import StageReport
 from fastload.formats.sources import CopyInProgress
 
 
@@ -86,31 +78,7 @@ def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool, *
         if rank == 0 and as_json:
             print_json(report.to_dict())
         elif rank == 0:
-            _print(report)
+            click.echo(extension("reports", "table", "printing a report")(report, is_complete=True))
         if report.ranks[rank].leads:
             for follower in followers:
                 follower.end(report.path)
-
-
-def _print(report: StageReport) -> None:
-    console = stdout()
-    rate = report.nbytes / report.total_s if report.total_s else 0.0
-    supplied = f", from sources: {decimal(report.bytes_supplied)}" if report.bytes_supplied else ""
-    console.print(
-        f"{report.url}: {decimal(report.nbytes)} in {count(report.num_files, 'file')}, "
-        f"at {report.path} of {count(report.num_hosts, 'host')}"
-    )
-    console.print(
-        f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each host; "
-        f"read from there: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
-        f"{supplied}; digest {report.digest}"
-    )
-    heads = "host", "kept", "read", "fed", "received", "written", "reading", "exchange", "writing", "total"
-    table = table_of(*heads, text=("host",))
-    for own in report.ranks:
-        if own.leads:
-            sizes = own.bytes_kept, own.bytes_read, own.bytes_fed, own.bytes_received, own.bytes_written
-            times = own.read_s, own.exchange_s, own.write_s, own.total_s
-            table.add_row(own.host, *map(decimal, sizes), *map(seconds, times))
-    print_table(table)
-    print_notes(report)

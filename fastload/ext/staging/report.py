@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastload.base.units import count, format_bytes
 from fastload.report import Report
 
 
@@ -77,12 +76,6 @@ class StageReport(Report):
     num_hosts: int
     digest: str
     ranks: Sequence[StageRankReport] = field(default_factory=tuple)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.url}: {format_bytes(self.nbytes)} on {count(self.num_hosts, 'host')} in {self.path}"
-            f" in {self.total_s:.2f} s; read {self.read_amplification:.2f} ×"
-        )
 
     @property
     def bytes_read(self) -> int:

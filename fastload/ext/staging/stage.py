@@ -20,6 +20,7 @@ import xxhash
 
 from fastload.base.threads import Workers
 from fastload.comm.failures import require_same
+from fastload.comm.observers import notify, notifying_of_failure
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.ext.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
@@ -133,7 +134,7 @@ class Stage:
             FastloadError: A host has none. The next attempt resumes.
         """
         try:
-            with self._world.together():
+            with notifying_of_failure(self._world, "stage", self._began), self._world.together():
                 inventory = self._list(as_folder(self._access.stored))
                 leaders = self._elect(inventory)
                 missing = self._prepare(inventory, leaders)
@@ -368,6 +369,7 @@ class Stage:
             ranks=tuple(StageRankReport(**each["rank"]) for each in responses),
         )
         some_listen = any(each["listens"] for each in responses)
+        notify(self._world, "stage", self._began, report=report)
         self._world.tell(self._what, report, on_report, some_listen=some_listen)
         self._world.acknowledge()
         return report
