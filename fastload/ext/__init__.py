@@ -9,6 +9,7 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "cadence": "fastload.planning.commands.cadence:cadence",
         "convert": "fastload.ext.formats.convert:convert",
         "doctor": "fastload.planning.commands.doctor:doctor",
+        "flush": "fastload.ext.memory.command:flush",
         "inspect": "fastload.ext.listings:inspect",
         "ls": "fastload.ext.listings:ls",
         "plan": "fastload.planning.commands.plan:plan",
