@@ -56,6 +56,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     "storages": {  # by the schemes of their URLs
         "hf": "fastload.ext.remote.open_hub:open_hub",
     },
+    "surveys": {  # of tiers, from outside of a training
+        "memory": "fastload.ext.memory.recovery:survey_run",
+    },
     "tiers": {  # next to storage, for a CheckpointManager
         "memory": "fastload.ext.memory.tier:open_tier",
     },

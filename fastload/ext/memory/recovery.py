@@ -1,4 +1,4 @@
-"""Writes to storage what a dead run has left in the memory of its hosts, for ``fastload flush``."""
+"""The memory tier of a run seen from outside of it, for ``fastload flush`` and ``fastload ls``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, separate_call
@@ -26,9 +27,9 @@ from fastload.ext.memory.folder import JobFolder, find_jobs, find_memory, identi
 from fastload.ext.memory.restore import HostDamage, InMemoryCheckpoint, find_damage, survey
 from fastload.ext.memory.run import RunName
 from fastload.options import LoadOptions, Patience, SaveOptions
-from fastload.storage import locate, name_of
+from fastload.storage import Location, locate, name_of
 from fastload.training.catalog import Catalog
-from fastload.training.retention import StoredCheckpoint
+from fastload.training.retention import Lineage, Point, StoredCheckpoint
 
 _log = logging.getLogger(__name__)
 
@@ -101,18 +102,81 @@ def recover(root: str | os.PathLike[str], memory: str) -> Recovery:
             hosts = _look(world, run, memory)
             _require_dead(hosts, location.url)
             folder = stack.enter_context(_open_folder(world, hosts[world.rank], run, location.url))
-            chosen, why = _choose_together(world, catalog, survey(world, folder), hosts)
+            chosen, why = _choose_together(world, catalog, survey(world, folder.records), hosts)
         if chosen is None:
             return Recovery(location.url, why=why)
         _write(folder, chosen, catalog, options)
     return Recovery(location.url, chosen.step, chosen.manifest.nbytes)
 
 
+class Surveyed(NamedTuple):
+    """An in-memory checkpoint, to list it; members are as in `Found`."""
+
+    point: Point
+    problem: str
+    lineage: Lineage
+    source: str = "memory"
+
+
+class MemorySurvey:
+    """The in-memory checkpoints of a run, to list them; `survey` and `name` are as in `SaveTier`.
+
+    Args:
+        run: Name of the run.
+        root: Its root.
+        memory: Directory of the memory tier on this host.
+    """
+
+    name = "memory"
+
+    def __init__(self, run: str, root: Location, memory: str) -> None:
+        self._run = run
+        self._root = root
+        self._memory = memory
+
+    def survey(self) -> list[Surveyed]:
+        """Returns those on the hosts of all ranks, complete or not, oldest first."""
+        what = f"looking for in-memory checkpoints of {self._root}"
+        with separate_call(None, what, timeout_s=LoadOptions().timeout_s) as world:
+            return [
+                Surveyed(checkpoint.manifest.point, checkpoint.problem, checkpoint.manifest.lineage)
+                for checkpoint in survey(world, self._records)
+            ]
+
+    def _records(self) -> dict[str, bytes]:
+        jobs = [job for job in find_jobs(self._memory) if os.path.basename(job.path) == self._run]
+        return {name: text for job in jobs for name, text in job.records if text}
+
+
+def survey_run(catalog: Catalog, memory: str) -> MemorySurvey | None:
+    """Returns the memory tier of a run, on all ranks; None if the run has none.
+
+    Args:
+        catalog: Its checkpoints on storage.
+        memory: As for a `CheckpointManager`.
+
+    Raises:
+        FastloadError: Some rank failed.
+    """
+    what = f"listing the checkpoints in {catalog.root}"
+    with separate_call(None, what, timeout_s=LoadOptions().timeout_s) as world:
+        run = _find_run(world, catalog)
+        if not run:
+            return None
+        with world.step("looking for the memory of the hosts"):
+            place = _directory(memory)
+    return MemorySurvey(run, catalog.root, place)
+
+
+def _directory(memory: str) -> str:
+    return find_memory() if memory == "auto" else os.path.abspath(memory)
+
+
 def _find_run(world: World, catalog: Catalog) -> str:
     """Returns the name of the run; empty if the root has none."""
     with world.step(f"looking for the name of the run in {catalog.root}") as step:
         run = RunName(catalog).read() if world.rank == 0 else ""
-        step.answer([{"call": "flush", "root": catalog.root.given}, run])
+        step.answer([{"root": catalog.root.given}, run])
     require_same([same for same, _ in step.answers])
     return str(step.answers[0][1])
 
@@ -120,7 +184,7 @@ def _find_run(world: World, catalog: Catalog) -> str:
 def _look(world: World, run: str, memory: str) -> list[_Host]:
     """Looks for the run in the memory of each host."""
     with world.step("looking for the run in the memory of the hosts") as step:
-        place = find_memory() if memory == "auto" else os.path.abspath(memory)
+        place = _directory(memory)
         jobs = [job for job in find_jobs(place) if os.path.basename(job.path) == run]
         is_alive = any(job.is_alive for job in jobs)
         step.answer([world.host, place, identify(place), bool(jobs), is_alive])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,15 +67,19 @@ class InMemoryCheckpoint:
         return f"{len(missing)} of the {len(shares)} shares of step {self.step} are on no host"
 
 
-def survey(world: World, folder: JobFolder) -> list[InMemoryCheckpoint]:
+def survey(world: World, records: Callable[[], Mapping[str, bytes]]) -> list[InMemoryCheckpoint]:
     """Returns the checkpoints that the hosts have together, the oldest first; on all ranks.
+
+    Args:
+        world: The ranks.
+        records: Returns the manifests on this host, by the name of their checkpoint.
 
     Raises:
         FastloadError: Some rank could not read its host's manifests.
     """
     with world.step() as step:
-        records = folder.records()
-        step.answer({name: text.decode() for name, text in records.items() if HostManifest.parse(text)})
+        found = records().items()
+        step.answer({name: text.decode() for name, text in found if HostManifest.parse(text)})
     manifests: dict[str, dict[int, HostManifest]] = {}
     for rank, texts in enumerate(step.answers):
         for name, text in texts.items():

@@ -294,7 +294,7 @@ class MemoryTier:
         with separate_call(job.group, what, timeout_s=job.options.timeout_s) as world:
             return [
                 FoundInMemory(checkpoint, job.group, self._folder)
-                for checkpoint in survey(world, self._folder)
+                for checkpoint in survey(world, self._folder.records)
             ]
 
     def restored(self, found: Found | None) -> None:
@@ -319,7 +319,7 @@ class MemoryTier:
             FastloadError: It failed.
         """
         self.wait()
-        job, checkpoints = self._job, survey(world, self._folder)
+        job, checkpoints = self._job, survey(world, self._folder.records)
         with world.step() as step:
             step.answer(self._choose(checkpoints) if world.rank == 0 else "")
         chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.name == step.answers[0]), None)
