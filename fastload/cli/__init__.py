@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib import import_module
 
 from fastload.base.version import require_alone
 
@@ -19,6 +20,7 @@ except ImportError as error:
 import fastload
 from fastload.cli.console import CommandGroup
 from fastload.cli.load import load, verify
+from fastload.errors import OptionError
 
 __all__ = ["main"]
 
@@ -28,11 +30,24 @@ __all__ = ["main"]
 )
 @click.version_option(fastload.__version__, prog_name="fastload")
 @click.option("-v", "--verbose", is_flag=True, help="Log to stderr.")
-def main(verbose: bool) -> None:
+@click.option(
+    "--import",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    envvar="FASTLOAD_IMPORT",
+    help="Import a Python module first, such as one that registers a storage; repeatable.",
+)
+def main(verbose: bool, modules: tuple[str, ...]) -> None:
     """Loads, checks, copies and plans checkpoints of PyTorch jobs: every byte is read once."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     if verbose:  # not the logs of libraries, which contain signed headers
         logging.getLogger("fastload").setLevel(logging.DEBUG)
+    for module in modules:
+        try:
+            import_module(module)
+        except Exception as error:
+            raise OptionError(f"--import {module}: {type(error).__name__}: {error}") from error
 
 
 for _command in (load, verify):

@@ -9,6 +9,7 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "cadence": "fastload.planning.commands.cadence:cadence",
         "convert": "fastload.ext.formats.convert:convert",
         "doctor": "fastload.planning.commands.doctor:doctor",
+        "flush": "fastload.ext.memory.command:flush",
         "inspect": "fastload.ext.listings:inspect",
         "ls": "fastload.ext.listings:ls",
         "plan": "fastload.planning.commands.plan:plan",
@@ -63,6 +64,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     },
     "switches": {  # called once with the environment variable FASTLOAD_NAME, if it is not empty
         "metrics": "fastload.ext.metrics:switch_on",
+    },
+    "surveys": {  # of tiers, from outside of a training
+        "memory": "fastload.ext.memory.recovery:survey_run",
     },
     "tiers": {  # next to storage, for a CheckpointManager
         "memory": "fastload.ext.memory.tier:open_tier",

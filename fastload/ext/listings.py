@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -10,17 +11,32 @@ import click
 from rich.filesize import decimal
 
 import fastload
-from fastload.base.registry import extension
+from fastload.base.registry import extension, find
 from fastload.base.units import count
-from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
-from fastload.errors import CheckpointNotFound
+from fastload.cli.console import (
+    age,
+    json_option,
+    print_json,
+    print_table,
+    progress,
+    set_rank,
+    shown,
+    stdout,
+    table_of,
+)
+from fastload.comm.group import separate_call
+from fastload.comm.launch import initialize
+from fastload.errors import CheckpointNotFound, UnsupportedVersion
 from fastload.formats.manifest import Delta, TensorEntry
 from fastload.formats.open import Sight, look
 from fastload.formats.state import optimizer_tensors, own_view
 from fastload.geometry.box import row_major
 from fastload.options import LoadOptions
 from fastload.training.catalog import Catalog, Entry
+from fastload.training.history import History
+from fastload.training.restore import CheckpointRestorer
 from fastload.training.retention import Retention
+from fastload.training.tier import STORAGE
 
 
 @click.command(short_help="Show the tensors of a checkpoint without reading its data.")
@@ -138,23 +154,77 @@ def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dic
 
 @click.command(short_help="List the checkpoints of a run, or in memory.")
 @click.argument("root", required=False)
-@click.option("--memory", is_flag=True, help="List those in this host's memory; ROOT is their directory.")
+@click.option(
+    "--memory",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[DIR]",
+    help="Directory of the memory tier on this host. Without ROOT, list all jobs in it.",
+)
 @json_option
-def ls(root: str | None, memory: bool, as_json: bool) -> None:
+def ls(root: str | None, memory: str | None, as_json: bool) -> None:
     """List the checkpoints of a CheckpointManager below ROOT: step, size, age, metrics.
 
     The newest is last. A checkpoint is complete if the names and sizes of its files match its commit record;
     to check its data, use `fastload verify`.
+
+    The last lines say which checkpoint a restore would take, and why. Of the memory tier that is what the
+    hosts have on which the command runs: start one process on each host of the job to see all of it.
     """
-    if memory:
-        extension("ls", "memory", "--memory")(root, as_json=as_json)
+    if root is None and memory is not None:
+        directory = None if memory == "auto" else memory
+        extension("ls", "memory", "--memory")(directory, as_json=as_json)
         return
     catalog = _catalog(root)
+    rank, _ = initialize()
+    set_rank(rank)
+    choices, note = _choices(catalog, memory or "auto")
+    if rank:
+        return
     entries = _entries(catalog)
     if as_json:
-        print_json({"root": catalog.root.url, "checkpoints": [_entry_as_json(entry) for entry in entries]})
+        listed = [_entry_as_json(entry) for entry in entries]
+        print_json({"root": catalog.root.url, "checkpoints": listed, "restore": choices})
     else:
         _print_entries(entries)
+        _print_choices(choices, {entry.step: entry for entry in entries}, note)
+
+
+def _choices(catalog: Catalog, memory: str) -> tuple[list[dict[str, Any]], str]:
+    """Returns what a restore tries, in this order, on all ranks; and a note, such as why it refuses."""
+    options = LoadOptions()
+    survey = find("surveys", "memory")
+    tier = survey.load()(catalog, memory) if survey is not None else None
+    with separate_call(None, f"listing {catalog.root}", timeout_s=options.timeout_s) as world:
+        history = History(world, catalog, lists=world.rank == 0, process_group=None)
+        restorer = CheckpointRestorer(world, {"options": options}, catalog, history, tier)
+        listing = history.look(world)
+    try:
+        choices = restorer.choices(listing)
+    except UnsupportedVersion as error:
+        return [], f"a restore refuses: {error}"
+    found = [{"step": one.point.step, "source": one.source, "why": why} for one, why in choices]
+    is_partial = tier is not None and world.size == 1 and found[:1] != [] and found[0]["source"] == STORAGE
+    return found, _ONE_HOST * is_partial
+
+
+_ONE_HOST = "the memory of other hosts was not looked at: run this on each host of the job, as with srun"
+
+
+def _print_choices(choices: list[dict[str, Any]], entries: Mapping[int, Entry], note: str) -> None:
+    console = stdout()
+    for each in choices:
+        is_stored = each["source"] == STORAGE
+        why = f": {each['why']}" if each["why"] else ""
+        if is_stored and not entries[each["step"]].is_complete:
+            console.print(
+                f"a restore passes over step {each['step']}, which is {entries[each['step']].state}"
+            )
+            continue
+        console.print(f"a restore takes step {each['step']} from {each['source']}{shown(why)}")
+        break
+    if note:
+        console.print(note)
 
 
 @click.command(short_help="Delete old checkpoints and the files of dead saves.")

@@ -31,7 +31,7 @@ from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.restore import CheckpointRestorer, require_valid
 from fastload.training.retention import KeepPolicy, Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
-from fastload.training.tier import OpenTier, SaveTier, TierJob
+from fastload.training.tier import STORAGE, OpenTier, SaveTier, TierJob
 
 
 @dataclass(frozen=True)
@@ -545,10 +545,9 @@ class CheckpointManager:
             FastloadError: As for `all_steps`.
         """
         listing = self._look()
-        points = [found.point for found in self._restorer.in_tier(listing)]
-        self._catalog.require_supported(listing.unsupported)
-        newest = max([*listing.complete, *points], default=None)
-        return newest.step if newest is not None else None
+        choices = [found for found, _ in self._restorer.choices(listing)]
+        exist = (one for one in choices if one.source != STORAGE or one.point in listing.complete)
+        return next((found.point.step for found in exist), None)
 
     def _look(self, step: int | None = None, **arguments: Any) -> Listing:
         """Lists the checkpoints on all ranks, before a restore with these arguments."""

@@ -116,15 +116,20 @@ class CheckpointRestorer:
         if in_tier:
             self._history.note_in_tier(in_tier[-1].point, is_abandoned=in_tier[-1] is not restored)
 
-    def in_tier(self, listing: Listing) -> list[Found]:
-        """Returns the complete checkpoints in the tier that the run goes on from, oldest first.
+    def choices(self, listing: Listing) -> list[tuple[Found, str]]:
+        """Returns what a restore tries until one is intact, in this order, each with why its source is right.
 
         With a tier, a call of all ranks.
 
-        Args:
-            listing: The checkpoints on storage.
+        Raises:
+            UnsupportedVersion: As for `restore`.
         """
-        return [found for found in self._current(self._survey(), listing) if not found.problem]
+        in_tier = self._survey()
+        found, reason = (
+            self._candidates(None, listing, in_tier, ()),
+            self._why_not_from_tier(in_tier, listing),
+        )
+        return [(each, self._prepare(each, found, {}, reason)[0].why) for each in reversed(found)]
 
     def _survey(self) -> Sequence[Found]:
         return self._tier.survey() if self._tier is not None else ()

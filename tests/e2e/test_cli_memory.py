@@ -1,4 +1,4 @@
-"""``fastload ls --memory`` and ``prune --memory``: what jobs have in the memory of this host."""
+"""``fastload flush``, and ``--memory`` of ``ls`` and ``prune``: what jobs have in the memory of this host."""
 
 from __future__ import annotations
 
@@ -41,3 +41,46 @@ def test_what_is_in_memory_is_listed_and_what_dead_jobs_left_is_removed(tmp_path
     assert json.loads(run("ls", "--memory", place, "--json"))["jobs"] == []
     for wrong in (("ls",), ("prune", root), ("prune", "--keep-last", "3")):
         assert CliRunner().invoke(main, wrong).exit_code == 2
+
+
+def test_ls_says_what_a_restore_takes_and_flush_writes_it(tmp_path: Path) -> None:
+    place, root = str(tmp_path / "memory"), str(tmp_path / "run")
+    Path(place).mkdir()
+    state = {"weight": torch.ones(1000, 1000)}
+    with fastload.CheckpointManager(root) as manager:
+        manager.save(3, state)
+    assert run("ls", root).endswith("a restore takes step 3 from storage\n")
+    assert (
+        run("flush", root) == f"{root}: nothing to write: no training has used a memory tier with this root\n"
+    )
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        fastload.CheckpointManager(root, memory=place, memory_every_steps=1) as manager,
+    ):
+        assert manager.should_save(5)
+        manager.save(5, state)
+        assert manager.latest() == 5
+        lives = CliRunner().invoke(main, ["flush", root, "--memory", place])
+        assert lives.exit_code == 1
+        assert f"processes of the run in {root} live on" in lives.output
+        raise ZeroDivisionError
+    assert "a restore takes step 5 from memory: the newest on storage is step 3" in run(
+        "ls", root, "--memory", place
+    )
+    other = run("ls", root, "--memory", str(tmp_path / "other"))
+    assert (
+        "a restore takes step 3 from storage: nothing is in memory\nthe memory of other hosts was not"
+        in other
+    )
+    assert run("flush", root, "--memory", place) == f"{root}: step 5 written from memory, 4.0 MB\n"
+    done = json.loads(run("flush", root, "--memory", place, "--json"))
+    assert done["step"] is None
+    assert done["why"] == "step 5 is on storage, and memory has nothing newer than step 5"
+    restore = json.loads(run("ls", root, "--memory", place, "--json"))["restore"]
+    assert [(one["step"], one["source"]) for one in restore] == [
+        (5, "memory"),
+        (5, "storage"),
+        (3, "storage"),
+    ]
+    (tmp_path / "run" / "step_00000005" / "model.safetensors").unlink()
+    assert "a restore passes over step 5, which is damaged\na restore takes step 3" in run("ls", root)

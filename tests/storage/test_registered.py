@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import fastload
 from fastload import OptionError, StorageError
 from fastload.base.registry import installed_extensions
+from fastload.cli import main
 from fastload.formats.names import NAMES
 from fastload.storage import open_storage
 from fastload.storage.process import registered_storages
@@ -60,6 +62,24 @@ def test_the_use_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     exec(USE, names)
     assert names["state"]["step"] == 5
     assert torch.equal(names["state"]["model"]["weight"], names["model"].weight)
+
+
+def test_the_command_line_imports_what_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    database = tmp_path / "files.db"
+    (tmp_path / "our_stores.py").write_text(
+        "import functools, fastload\nfrom tests.storage.test_registered import SqliteStorage\n"
+        f"fastload.register_storage('sqlite', functools.partial(SqliteStorage, database={str(database)!r}))\n"
+    )
+    fastload.save({"a": torch.ones(3)}, "sqlite://runs/1", storage_options={"database": str(database)})
+    registered_storages.clear()
+    unknown = CliRunner().invoke(main, ["inspect", "sqlite://runs/1"])
+    assert unknown.exit_code == 2, unknown.output
+    known = CliRunner().invoke(main, ["--import", "our_stores", "inspect", "sqlite://runs/1"])
+    assert known.exit_code == 0, known.output
+    assert "1 tensor, 12 bytes" in known.output
+    lost = CliRunner().invoke(main, ["inspect", "sqlite://runs/1"], env={"FASTLOAD_IMPORT": "no_such_module"})
+    assert (lost.exit_code, "--import no_such_module: ModuleNotFoundError" in lost.output) == (2, True)
 
 
 @pytest.fixture

@@ -1,18 +1,60 @@
-"""``fastload ls --memory`` and ``fastload prune --memory``: checkpoints in the memory of this host."""
+"""``fastload flush``, and ``--memory`` of ``ls`` and ``prune``: checkpoints in the memory of the hosts."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import click
 from rich.filesize import decimal
 
 from fastload.base.units import count
-from fastload.cli.console import age, print_json, print_table, shown, stdout, table_of
+from fastload.cli.console import (
+    age,
+    json_option,
+    print_json,
+    print_table,
+    set_rank,
+    shown,
+    stdout,
+    table_of,
+)
+from fastload.comm.launch import initialize
 from fastload.errors import UnsupportedVersion
 from fastload.ext.memory.folder import JobUsage, find_jobs, find_memory, remove_dead
 from fastload.ext.memory.manifest import HostManifest
+from fastload.ext.memory.recovery import recover
+
+
+@click.command(short_help="After a crash, write what is left in memory to storage.")
+@click.argument("root")
+@click.option(
+    "--memory",
+    metavar="DIR",
+    default="auto",
+    show_default=True,
+    help="Directory of the memory tier on each host, as given to the CheckpointManager.",
+)
+@json_option
+def flush(root: str, memory: str, as_json: bool) -> None:
+    """Write the newest complete in-memory checkpoint of a run to its ROOT, unless storage has one as new.
+
+    For a run whose processes have all died. Start one process on each host of the job, together:
+
+    srun --ntasks-per-node=1 python -m fastload flush ROOT
+
+    Every byte is verified. The checkpoint also stays in memory, from where a restart restores it.
+    """
+    rank, _ = initialize()
+    set_rank(rank)
+    done = recover(root, memory)
+    if rank == 0 and as_json:
+        print_json(asdict(done))
+    elif rank == 0 and done.step is None:
+        click.echo(f"{done.root}: nothing to write: {done.why}")
+    elif rank == 0:
+        click.echo(f"{done.root}: step {done.step} written from memory, {decimal(done.nbytes)}")
 
 
 def ls(directory: str | None, *, as_json: bool) -> None:

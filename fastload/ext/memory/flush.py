@@ -1,4 +1,4 @@
-"""Writes of the newest in-memory checkpoint to storage, after a signal or when a job ends."""
+"""Writes of the newest in-memory checkpoint to storage: after a signal, when a job ends, or after a crash."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from contextlib import closing
 from dataclasses import replace
 from enum import Enum, auto
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from fastload.base.memory import host_view
 from fastload.base.threads import Task
 from fastload.comm.responses import join_parts, split_parts
 from fastload.comm.world import World
-from fastload.errors import ChecksumError, FastloadError, Interrupted, StorageError
+from fastload.errors import ChecksumError, FastloadError, IncompleteCheckpoint, Interrupted, StorageError
 from fastload.ext.memory.folder import JobFolder
 from fastload.ext.memory.manifest import ShareTable
-from fastload.ext.memory.restore import InMemoryCheckpoint, connect, read_file, read_table
+from fastload.ext.memory.restore import HostDamage, InMemoryCheckpoint, connect, read_file, read_table
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.open import read_manifest
-from fastload.formats.record import CHECKSUM_BYTES
+from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.exchange import BufferRing
@@ -31,6 +32,7 @@ from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.split import cut_shares
 from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
+from fastload.training.retention import StoredCheckpoint
 
 _log = logging.getLogger(__name__)
 AFTER_S = 5.0
@@ -115,12 +117,31 @@ class EmergencyFlush:
 _PART_BYTES = 4 << 20
 
 
+def newer_than(
+    stored: Sequence[StoredCheckpoint], checkpoints: Iterable[InMemoryCheckpoint]
+) -> list[InMemoryCheckpoint]:
+    """Returns the in-memory checkpoints that are newer than all on storage, complete or not, oldest first.
+
+    Args:
+        stored: The usable checkpoints on storage.
+        checkpoints: Those in memory, oldest first.
+    """
+    newest = max((checkpoint.point for checkpoint in stored), default=None)
+    return [
+        checkpoint
+        for checkpoint in checkpoints
+        if (newest is None or checkpoint.manifest.point > newest)
+        and not checkpoint.manifest.lineage.overtaken_by(stored)
+    ]
+
+
 def flush(
     world: World,
     folder: JobFolder,
     checkpoint: InMemoryCheckpoint,
     open_target: Callable[[], Target],
     options: SaveOptions,
+    damage: HostDamage = MappingProxyType({}),
 ) -> None:
     """Writes an in-memory checkpoint to storage, on all ranks; a rank that holds a byte writes it.
 
@@ -132,16 +153,21 @@ def flush(
         checkpoint: A complete one.
         open_target: Opens write access to the checkpoint on storage.
         options: How to write.
+        damage: Its known damage, which is read from other hosts.
 
     Raises:
         FastloadError: It failed; the same error on all ranks.
     """
     what = f"writing step {checkpoint.step} from memory to storage"
-    source = min(checkpoint.holders)
+    intact = {rank: held for rank, held in checkpoint.holders.items() if damage.get(rank, ()) is not None}
+    checkpoint = replace(checkpoint, holders=intact)
+    source = min(intact, key=lambda rank: (bool(damage.get(rank)), rank))
     target = open_target()
     try:
+        if options.shared is False:
+            raise StorageError("with shared=False each host has its own copy there", url=target.url)
         files, table = _share_tables(world, what, folder, checkpoint, source)
-        dealt = _deal(files, table, checkpoint, target, world.size)
+        dealt = _deal(files, table, checkpoint, target, world.size, damage)
         names = [name for name, _ in files]
         with world.step(f"{what}: preparing") as preparing:
             ticket = target.prepare(files, overwrite=True) if world.rank == source else None
@@ -164,7 +190,7 @@ def flush(
         with world.step(f"{what}: publishing"):
             if world.rank == source:
                 with closing(_storage(world, folder, checkpoint)) as storage:
-                    small_files = [(name, read_file(storage, name)) for name in (*table.whole, RECORD_NAME)]
+                    small_files = _read_small_files(storage, table.whole)
                 target.publish(receipts, small_files)
     except BaseException:
         target.abort()
@@ -197,16 +223,34 @@ def _read_tables(world: World, folder: JobFolder, checkpoint: InMemoryCheckpoint
     return join_parts([json.dumps(files).encode(), text])
 
 
+def _read_small_files(storage: PatientStorage, names: Iterable[str]) -> list[tuple[str, bytes]]:
+    """Reads and verifies the files that every host has; the commit record is last.
+
+    Raises:
+        ChecksumError: One is damaged.
+    """
+    manifest = read_manifest(storage)
+    numbers = {file.name: number for number, file in enumerate(manifest.files)}
+    found = [(name, read_file(storage, name)) for name in (*names, RECORD_NAME)]
+    for name, content in found:
+        for _, block in manifest.blocks.between(numbers.get(name, -1), 0, len(content)):
+            if checksum(content[block.offset : block.end]) != manifest.recorded(block)[1]:
+                raise ChecksumError(f"{storage.url}/{name}: damaged in memory")
+    return found
+
+
 def _deal(
     files: Sequence[tuple[str, int]],
     table: ShareTable,
     checkpoint: InMemoryCheckpoint,
     target: Target,
     num_ranks: int,
+    damage: HostDamage,
 ) -> list[list[ByteRange]]:
-    """Returns the ranges that each rank writes: each byte once, by a rank whose host has it.
+    """Returns the ranges that each rank writes: each byte once, by a rank whose host has it undamaged.
 
     Raises:
+        IncompleteCheckpoint: All copies of a part are damaged.
         StorageError: Storage takes files only in parts that no host has completely.
     """
     unit = target.align_bytes(max((nbytes for _, nbytes in files), default=1))
@@ -216,20 +260,34 @@ def _deal(
         ranges = [
             (*each, share) for share, of_share in table.shares.items() for each in of_share.get(name, ())
         ]
-        for begin, end, shares in _parts(sorted(ranges), nbytes, unit):
+        bad = [
+            (first, last, rank)
+            for rank, damaged in damage.items()
+            for other, first, last in damaged or ()
+            if other == name
+        ]
+        for begin, end, shares in _parts(sorted(ranges), nbytes, unit, bad):
             holders = [rank for rank, held in checkpoint.holders.items() if shares & set(held)]
             if not holders:
                 raise StorageError(
                     "it cuts files differently from the shares in memory", url=f"{target.url}/{name}"
                 )
-            writer = min(holders, key=lambda rank: (loads[rank], rank not in shares, rank))
+            unfit = {rank for first, last, rank in bad if first < end and last > begin}
+            intact = [rank for rank in holders if rank not in unfit]
+            if not intact:
+                where = f"step {checkpoint.step} in memory: {name} [bytes {begin}-{end}]"
+                raise IncompleteCheckpoint(f"{where} is damaged on all hosts that have it")
+            writer = min(intact, key=lambda rank: (loads[rank], rank not in shares, rank))
             loads[writer] += end - begin
             dealt[writer].append(ByteRange(file, begin, end - begin))
     return dealt
 
 
 def _parts(
-    ranges: Sequence[tuple[int, int, int]], nbytes: int, unit: int | None
+    ranges: Sequence[tuple[int, int, int]],
+    nbytes: int,
+    unit: int | None,
+    damaged: Sequence[tuple[int, int, int]],
 ) -> Iterable[tuple[int, int, set[int]]]:
     """Cuts a file where storage allows; yields (begin, end) and the shares that have all of that.
 
@@ -237,10 +295,13 @@ def _parts(
         ranges: (begin, end, share), sorted; they may overlap, by the rest of a block.
         nbytes: Length of the file.
         unit: The file may be cut at its multiples; None: nowhere.
+        damaged: (begin, end, rank) of damage, which parts of their own contain.
     """
     bounds = {0, nbytes}
     if unit is not None:
         bounds |= {bound // unit * unit for begin, end, _ in ranges for bound in (begin, end)}
+        for begin, end, _ in damaged:
+            bounds |= {begin // unit * unit, min(nbytes, -(-end // unit) * unit)}
     waiting, active = list(reversed(ranges)), list[tuple[int, int, int]]()
     for begin, end in pairwise(sorted(bounds)):
         while waiting and waiting[-1][0] <= begin:

@@ -92,6 +92,21 @@ def _open_own(memory: str, *, make: bool) -> int:
     return own
 
 
+def identify(memory: str) -> HostDirectory:
+    """Returns the identity of a directory such as ``/dev/shm``: equal for all processes that see it.
+
+    Raises:
+        StorageError: There is none, or other users could replace its files.
+    """
+    with os_errors(memory), closing(_open_place(memory)) as place:
+        return _identity(place)
+
+
+def _identity(folder: int) -> HostDirectory:
+    found = os.fstat(folder)
+    return HostDirectory(Owner.here().kernel, f"{found.st_dev}:{found.st_ino}")
+
+
 def _remove_job(name: str, own: int) -> bool:
     """Removes the folder of a job, if no process of it runs."""
     with closing(open_folder(name, own)) as folder:
@@ -137,7 +152,7 @@ def _records(folder: int) -> Iterator[tuple[str, bytes]]:
 
 
 class HostDirectory(NamedTuple):
-    """Identity of the folder of a job, whatever the name of the host.
+    """Identity of a folder in the memory of a host, whatever the name of the host.
 
     Attributes:
         machine: Boot id of the kernel: ranks with the same one fail together.
@@ -207,8 +222,7 @@ class JobFolder:
     @property
     def host_directory(self) -> HostDirectory:
         """Identity of the folder: equal on all ranks that see it."""
-        found = os.fstat(self._folder)
-        return HostDirectory(Owner.here().kernel, f"{found.st_dev}:{found.st_ino}")
+        return _identity(self._folder)
 
     def touch(self) -> None:
         """Sets the time of last use."""

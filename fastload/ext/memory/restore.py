@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,15 +67,19 @@ class InMemoryCheckpoint:
         return f"{len(missing)} of the {len(shares)} shares of step {self.step} are on no host"
 
 
-def survey(world: World, folder: JobFolder) -> list[InMemoryCheckpoint]:
+def survey(world: World, records: Callable[[], Mapping[str, bytes]]) -> list[InMemoryCheckpoint]:
     """Returns the checkpoints that the hosts have together, the oldest first; on all ranks.
+
+    Args:
+        world: The ranks.
+        records: Returns the manifests on this host, by the name of their checkpoint.
 
     Raises:
         FastloadError: Some rank could not read its host's manifests.
     """
     with world.step() as step:
-        records = folder.records()
-        step.answer({name: text.decode() for name, text in records.items() if HostManifest.parse(text)})
+        found = records().items()
+        step.answer({name: text.decode() for name, text in found if HostManifest.parse(text)})
     manifests: dict[str, dict[int, HostManifest]] = {}
     for rank, texts in enumerate(step.answers):
         for name, text in texts.items():
@@ -121,9 +125,7 @@ def load(
         if not _blames_copies(error):
             raise
         _log.warning("step %d in memory: a copy is damaged, trying another one: %s", checkpoint.step, error)
-    damage = _find_damage(group, folder, checkpoint, options)
-    if all(damage[rank] is None for rank in checkpoint.holders):
-        raise IncompleteCheckpoint(f"all copies of step {checkpoint.step} in memory are damaged")
+    damage = find_damage(group, folder, checkpoint, options)
     return _load(group, folder, checkpoint, options, arguments, damage)
 
 
@@ -134,8 +136,8 @@ def _blames_copies(error: BaseException) -> bool:
     return proves_damage(error) or isinstance(error, StorageError)
 
 
-_Damage = Mapping[int, Sequence[tuple[int, int, int]] | None]
-"""Rank → the damaged ranges (file, begin, end) on its host; None if all is damaged."""
+HostDamage = Mapping[int, Sequence[tuple[str, int, int]] | None]
+"""Rank → the damaged ranges (name of the file, begin, end) on its host; None if all is damaged."""
 
 
 def _load(
@@ -144,7 +146,7 @@ def _load(
     checkpoint: InMemoryCheckpoint,
     options: LoadOptions,
     arguments: Mapping[str, Any],
-    damage: _Damage,
+    damage: HostDamage,
 ) -> Any:
     world = join(group, call=_what(checkpoint), timeout_s=options.timeout_s)
     with world.together():
@@ -158,7 +160,7 @@ def _what(checkpoint: InMemoryCheckpoint) -> str:
 
 
 def _open(
-    world: World, folder: JobFolder, checkpoint: InMemoryCheckpoint, options: LoadOptions, damage: _Damage
+    world: World, folder: JobFolder, checkpoint: InMemoryCheckpoint, options: LoadOptions, damage: HostDamage
 ) -> Access:
     """Opens a checkpoint on all ranks; each reads only the undamaged bytes on its host.
 
@@ -227,7 +229,7 @@ def _supply(
     table: ShareTable,
     checkpoint: InMemoryCheckpoint,
     readers: Sequence[int],
-    damage: _Damage,
+    damage: HostDamage,
 ) -> Supply:
     """Returns the byte ranges of complete, undamaged checksum blocks with the ranks that have them."""
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
@@ -243,7 +245,11 @@ def _supply(
         if name in numbers:
             number = numbers[name]
             supplied.append(SuppliedRange(number, 0, manifest.files[number].nbytes, tuple(readers)))
-    bad = [(file, begin, end, rank) for rank, ranges in damage.items() for file, begin, end in ranges or ()]
+    bad = [
+        (numbers[name], begin, end, rank)
+        for rank, ranges in damage.items()
+        for name, begin, end in ranges or ()
+    ]
     return Supply(tuple(_without(sorted(supplied), sorted(bad))))
 
 
@@ -281,15 +287,16 @@ def _without(
                 yield SuppliedRange(each.file, begin, end - begin, ranks)
 
 
-def _find_damage(
+def find_damage(
     group: Any, folder: JobFolder, checkpoint: InMemoryCheckpoint, options: LoadOptions
-) -> _Damage:
+) -> HostDamage:
     """Verifies a checkpoint on each host; the ranks of a host share the work.
 
     Raises:
+        IncompleteCheckpoint: No host has an undamaged part.
         FastloadError: Some rank failed.
     """
-    what = f"{_what(checkpoint)}: looking for damage"
+    what = f"looking for damage of step {checkpoint.step} in memory"
     with separate_call(group, what, timeout_s=options.timeout_s) as world:
         with world.step() as locating:
             locating.answer(folder.host_directory)
@@ -298,12 +305,14 @@ def _find_damage(
         with world.step(is_long=True) as verifying:
             verifying.answer(_verify(world, folder, checkpoint, options, host_ranks))
         of_rank = verifying.answers
-    damage: dict[int, Sequence[tuple[int, int, int]] | None] = {}
+    damage: dict[int, Sequence[tuple[str, int, int]] | None] = {}
     for rank, host in enumerate(hosts):
         of_host = [of_rank[other] for other, its_host in enumerate(hosts) if its_host == host]
         known = [ranges for ranges in of_host if ranges is not None]
-        bad = [(file, begin, end) for ranges in known for file, begin, end in ranges]
+        bad = [(name, begin, end) for ranges in known for name, begin, end in ranges]
         damage[rank] = bad if len(known) == len(of_host) else None
+    if all(damage[rank] is None for rank in checkpoint.holders):
+        raise IncompleteCheckpoint(f"all copies of step {checkpoint.step} in memory are damaged")
     return damage
 
 
@@ -313,7 +322,7 @@ def _verify(
     checkpoint: InMemoryCheckpoint,
     options: LoadOptions,
     host_ranks: Sequence[int],
-) -> list[tuple[int, int, int]] | None:
+) -> list[tuple[str, int, int]] | None:
     """Verifies this rank's part of what its host has; returns the damaged blocks, None if all is damaged."""
     if world.rank not in checkpoint.holders:
         return None
@@ -327,7 +336,7 @@ def _verify(
 
 def _damaged(
     storage: PatientStorage, checkpoint: InMemoryCheckpoint, world: World, part: int, num_parts: int
-) -> Iterable[tuple[int, int, int]]:
+) -> Iterable[tuple[str, int, int]]:
     """Yields the damaged blocks on this host.
 
     Args:
@@ -352,6 +361,6 @@ def _damaged(
             data = host_view(memory[: block.nbytes])
             storage.read_into(file.name, block.offset, [data], file.version)
             if checksum(data) != manifest.recorded(block)[1]:
-                yield supplied.file, block.offset, block.end
+                yield file.name, block.offset, block.end
         world.note_progress()
         world.peer_failed()  # also shows the progress to the others

@@ -17,8 +17,8 @@ from fastload.base.threads import Task, raise_first
 from fastload.comm.group import join, separate_call
 from fastload.comm.observers import Observers, observe
 from fastload.comm.world import Decisions, World
-from fastload.errors import FastloadError, OptionError, StorageError, may_be_gone
-from fastload.ext.memory.flush import EmergencyFlush, flush
+from fastload.errors import FastloadError, OptionError, may_be_gone
+from fastload.ext.memory.flush import EmergencyFlush, flush, newer_than
 from fastload.ext.memory.folder import HostDirectory, JobFolder, find_memory, remove_dead
 from fastload.ext.memory.restore import InMemoryCheckpoint, load, survey
 from fastload.ext.memory.run import RunName, agree_on_run
@@ -296,7 +296,7 @@ class MemoryTier:
         with separate_call(job.group, what, timeout_s=job.options.timeout_s) as world:
             return [
                 FoundInMemory(checkpoint, job.group, self._folder)
-                for checkpoint in survey(world, self._folder)
+                for checkpoint in survey(world, self._folder.records)
             ]
 
     def restored(self, found: Found | None) -> None:
@@ -321,14 +321,12 @@ class MemoryTier:
             FastloadError: It failed.
         """
         self.wait()
-        job, checkpoints = self._job, survey(world, self._folder)
+        job, checkpoints = self._job, survey(world, self._folder.records)
         with world.step() as step:
             step.answer(self._choose(checkpoints) if world.rank == 0 else "")
         chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.name == step.answers[0]), None)
         if chosen is None:
             return
-        if job.options.shared is False:
-            raise StorageError("with shared=False each host has its own copy there", url=job.catalog.root.url)
         flush(world, self._folder, chosen, partial(job.catalog.target, chosen.step), job.options)
         self._flushed = chosen.manifest.point
         level = logging.INFO if world.rank == 0 else logging.DEBUG
@@ -336,16 +334,8 @@ class MemoryTier:
 
     def _choose(self, checkpoints: Sequence[InMemoryCheckpoint]) -> str:
         """Returns the name of the checkpoint to flush; empty if storage has one that is as new."""
-        stored = self._job.catalog.stored()
-        current = [
-            checkpoint
-            for checkpoint in checkpoints
-            if not checkpoint.problem and not checkpoint.manifest.lineage.overtaken_by(stored)
-        ]
-        newest = max((checkpoint.point for checkpoint in stored), default=None)
-        if not current or (newest is not None and newest >= current[-1].manifest.point):
-            return ""
-        return current[-1].name
+        newer = newer_than(self._job.catalog.stored(), checkpoints)
+        return next((checkpoint.name for checkpoint in reversed(newer) if not checkpoint.problem), "")
 
     def close(self, *, goes_well: bool, lacking: Point | None, flushes: bool) -> None:
         """Flushes what storage lacks, and removes the in-memory checkpoints that it has then."""
