@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from fastload.ext.staging.report import StageRankReport, StageReport
     from fastload.ext.streams.save import save_stream
     from fastload.ext.watch import Version, Watch, watch
+    from fastload.ext.workers import worker_context
     from fastload.saving.background import SaveHandle
     from fastload.training.manager import CheckpointManager
-    from fastload.training.signals import worker_context
 
 __all__ = [
     "Box",
@@ -148,7 +148,7 @@ _MODULES = {
     "serve": "fastload.ext.serve.api",
     "stage": "fastload.ext.staging.api",
     "watch": "fastload.ext.watch",
-    "worker_context": "fastload.training.signals",
+    "worker_context": "fastload.ext.workers",
 }
 
 

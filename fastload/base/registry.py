@@ -36,8 +36,10 @@ class Extension:
     rival: EntryPoint | None = None
 
     def __str__(self) -> str:
-        package = self.point.dist.name if self.point.dist is not None else _PACKAGE
-        return f"{self.point.name!r} of {package} (entry point fastload.{self.kind} = {self.point.value!r})"
+        name, value, package = self.point.name, self.point.value, self.point.dist
+        if package is None:
+            return f"{name!r} of {_PACKAGE} ({value})"
+        return f"{name!r} of {package.name} (entry point {_PREFIX}{self.kind} = {value!r})"
 
     def load(self) -> Any:
         """Imports it.

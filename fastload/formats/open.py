@@ -1,8 +1,8 @@
 """Finds the format of a path, and reads its manifest.
 
 The names of the files tell the format of a directory, the first bytes that of a single file. If no built-in
-format fits, those of other packages are asked, which are entry points of ``fastload.formats``. A built-in
-format is a module of this package or of ``fastload.ext.formats``, imported if it fits. It has some of::
+format fits, those of extensions are asked (`Format`). A built-in format is a module of this package or of
+``fastload.ext.formats``, imported if it fits. It has some of::
 
     read_folder(storage, names, exact=…)      the manifest of a directory
     read_file(storage, name, stat, exact=…)   the manifest of a single file
@@ -18,7 +18,7 @@ from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fastload.base.registry import extension, extension_module, extensions
 from fastload.errors import CheckpointNotFound, ManifestError, OptionError, StorageError
@@ -117,18 +117,6 @@ class Format(Protocol):
         ...
 
 
-class NamedFormat(NamedTuple):
-    """A format with the name of its entry point, which is `Manifest.format`."""
-
-    name: str
-    format: Format
-
-    def read(self, storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
-        """Reads the headers; see `Format.read`."""
-        manifest = self.format.read(storage, files, exact=exact)
-        return manifest if manifest.format == self.name else replace(manifest, format=self.name)
-
-
 class Sight(IntEnum):
     """What a listing of a path shows. Higher values are better."""
 
@@ -193,8 +181,7 @@ def _folder_reader(storage: Storage, names: Sequence[str]) -> Callable[..., Mani
     module = next((module for fits, module in _FOLDER_FORMATS if fits(names)), _EXTENSION)
     if module != _EXTENSION:
         return partial(_read_folder, module, storage, names)
-    found = _find_extension(storage.url, names, b"")
-    return partial(found.read, storage, names) if found is not None else None
+    return _extension_reader(storage, names, b"")
 
 
 def _read_folder(module: str, storage: Storage, names: Sequence[str], *, exact: bool) -> Manifest:
@@ -205,22 +192,40 @@ def _file_reader(storage: Storage, stat: FileStat) -> Callable[..., Manifest]:
     """Returns the function that reads a single file, given `exact`."""
     head = _head(storage, "", stat.nbytes)
     if (file_format := _file_format(head)) is None:
-        if (found := _find_extension(storage.url, None, head)) is not None:
-            return partial(found.read, storage, None)
-        return partial(_read_unknown, storage, stat)
+        return _extension_reader(storage, None, head) or partial(_read_unknown, storage, stat)
     return partial(file_format.read_file, storage, "", stat)
 
 
-def _find_extension(url: str, names: Sequence[str] | None, head: bytes) -> NamedFormat | None:
-    """Returns what `find_format` finds.
+def _extension_reader(
+    storage: Storage, names: Sequence[str] | None, head: bytes
+) -> Callable[..., Manifest] | None:
+    """Asks the formats of extensions one after the other; see `Format.recognises`.
+
+    Returns:
+        The function that reads the path, given `exact`; None if none of them recognises it.
 
     Raises:
-        OptionError: It has the name of a built-in format, for which others would take it.
+        OptionError: One does that has the name of a built-in format, for which others would take it.
     """
-    found = find_format(names, head)
-    if found is not None and found.name in _BUILT_IN:
-        raise OptionError(f"{url}: another package has a format {found.name!r}, as fastload itself")
-    return found
+    for name, known in extensions(_KIND).items():
+        try:
+            found: Format = known.load()
+        except OptionError as error:  # which the others do not need
+            _log.warning("%s", error)
+            continue
+        if found.recognises(names, head):
+            if name in _BUILT_IN:
+                message = f"{storage.url}: another package has a format {name!r}, as fastload itself"
+                raise OptionError(message)
+            return partial(_read_as, name, found, storage, names)
+    return None
+
+
+def _read_as(
+    name: str, found: Format, storage: Storage, names: Sequence[str] | None, *, exact: bool
+) -> Manifest:
+    manifest = found.read(storage, names, exact=exact)
+    return manifest if manifest.format == name else replace(manifest, format=name)
 
 
 def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
@@ -231,45 +236,33 @@ def _read_unknown(storage: Storage, stat: FileStat, exact: bool) -> Manifest:
         raise ManifestError(f"{error}; it is none for {asked_formats()} either") from None
 
 
-def require_format(manifest: Manifest) -> None:
-    """Requires the format of a manifest that another rank has read.
-
-    Raises:
-        OptionError: It is not installed here, or cannot be imported.
-    """
-    if manifest.format not in _BUILT_IN:
-        format_named(manifest.format)
-
-
-def record_digest(storage: Storage, manifest: Manifest) -> str:
-    """Returns the `Manifest.record_digest` of a checkpoint on this rank; empty if it has none.
-
-    Raises:
-        StorageError: Storage failed.
-    """
-    if manifest.format not in _BUILT_IN:
-        found = format_named(manifest.format)
-        return found.digest(storage, found.record)
-    _, module = _RECORDS.get(manifest.format, _OWN_RECORD)
-    return _module(module).record_digest(storage)  # type: ignore[no-any-return]
-
-
 def record_name(manifest: Manifest) -> str:
-    """Returns the name of the file that `record_digest` is of."""
+    """Returns the name of the file of which `Manifest.record_digest` is.
+
+    Raises:
+        OptionError: The format of the manifest, which another rank has read, is not installed here.
+    """
     if manifest.format not in _BUILT_IN:
         return format_named(manifest.format).record
     return _RECORDS.get(manifest.format, _OWN_RECORD)[0]
 
 
-def header_digest(storage: Storage, manifest: Manifest, name: str) -> str:
-    """Returns the `FileEntry.header_digest` of a file on this rank; empty if it is missing or malformed.
+def digest_of(storage: Storage, manifest: Manifest, name: str) -> str:
+    """Returns what the ranks compare of a file, as this one sees it.
+
+    Args:
+        storage: The checkpoint on this rank.
+        manifest: Its manifest.
+        name: The record, of which this is the `Manifest.record_digest`; else a file, of which it is the
+            `FileEntry.header_digest`. Empty if it is missing or malformed.
 
     Raises:
         StorageError: Storage failed.
     """
     if manifest.format not in _BUILT_IN:
         return format_named(manifest.format).digest(storage, name)
-    return file_digest(storage, name)
+    record, module = _RECORDS.get(manifest.format, _OWN_RECORD)
+    return file_digest(storage, name) if name != record else str(_module(module).record_digest(storage))
 
 
 def file_digest(storage: Storage, name: str) -> str:
@@ -328,19 +321,6 @@ def _without_files(names: Sequence[str]) -> str:
     return f"no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"
 
 
-def find_format(files: Sequence[str] | None, head: bytes) -> NamedFormat | None:
-    """Asks the formats one after the other; see `Format.recognises`. None if none recognises the path."""
-    for name, known in extensions(_KIND).items():
-        try:
-            found: Format = known.load()
-        except OptionError as error:  # which the others do not need
-            _log.warning("%s", error)
-            continue
-        if found.recognises(files, head):
-            return NamedFormat(name, found)
-    return None
-
-
 def format_named(name: str) -> Format:
     """Returns the format of a manifest that another rank has read.
 
@@ -352,5 +332,5 @@ def format_named(name: str) -> Format:
 
 
 def asked_formats() -> str:
-    """Returns which formats `find_format` asks, for messages."""
+    """Returns which formats are asked that are not built in, for messages."""
     return f"the formats of extensions ({', '.join(extensions(_KIND)) or 'none is installed'})"

@@ -23,12 +23,10 @@ from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.names import NAMES, SEAL_NAME, SUFFIX
 from fastload.formats.open import (
     Sight,
-    header_digest,
+    digest_of,
     look,
     read_manifest,
-    record_digest,
     record_name,
-    require_format,
 )
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
@@ -402,7 +400,7 @@ def _compare(
 
 def _why_unseen(url: str, manifest: Manifest) -> str:
     try:
-        require_format(manifest)
+        record_name(manifest)
     except OptionError as error:
         return str(error)
     return f"does not see {url}"
@@ -439,15 +437,13 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str,
         if found.version == file.version or same_record:
             continue
         is_copy = True
-        if manifest.record_digest:
-            if record_digest(storage, manifest) != manifest.record_digest:
-                return (
-                    f"sees another {record_name(manifest)} than rank {source}: not the same checkpoint",
-                    is_copy,
-                )
-            same_record = True
-        elif header_digest(storage, manifest, file.name) != file.header_digest:
+        record = record_name(manifest) if manifest.record_digest else ""
+        wanted = manifest.record_digest or file.header_digest
+        if digest_of(storage, manifest, record or file.name) != wanted:
+            if record:
+                return f"sees another {record} than rank {source}: not the same checkpoint", is_copy
             return f"sees {label} with another header than rank {source}: not the same file", is_copy
+        same_record = bool(record)
     return "", is_copy
 
 

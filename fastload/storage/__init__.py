@@ -73,7 +73,7 @@ class StorageOpener(Protocol):
     def __call__(
         self, location: Location, options: Mapping[str, Any], *, io: str, patience: Patience
     ) -> Storage:
-        """Opens a storage, without a request.
+        """Opens a storage, without a request. Its ``TypeError`` and ``ValueError`` become `OptionError`.
 
         Args:
             location: The URL.
@@ -267,23 +267,26 @@ def put_next_to(
 def _open_url(
     location: Location, names: Names, options: Mapping[str, Any], patience: Patience, io: str = "auto"
 ) -> Storage:
-    if location.scheme in registered_storages:
-        return _open_registered(location, options)
+    if factory := registered_storages.get(location.scheme):
+        return _open_of_others(location, options, lambda: factory(location.address, **options))
     if location.scheme in OBJECT_STORES | HTTP:
         require_packages(location, "remote", "obstore")
         obstore = extension_module("remote.obstore")
         return obstore.ObjectStorage(location, names, options, patience)  # type: ignore[no-any-return]
     if location.scheme == _HUB or location.scheme in extensions("storages"):
         opener: StorageOpener = extension("storages", location.scheme, f"{location.scheme}://")
-        return opener(location, options, io=io, patience=patience)
+        open_own = partial(opener, location, options, io=io, patience=patience)
+        return _open_of_others(location, options, open_own)
     return extension_module("remote.fsspec").FsspecStorage(location, options)  # type: ignore[no-any-return]
 
 
-def _open_registered(location: Location, options: Mapping[str, Any]) -> Storage:
+def _open_of_others(
+    location: Location, options: Mapping[str, Any], open_own: Callable[[], Storage]
+) -> Storage:
     secrets = Secrets(location, options)
     with secrets.errors(location.url):
         try:
-            storage = registered_storages[location.scheme](location.address, **options)
+            storage = open_own()
         except FastloadError:
             raise
         except (TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ from html import unescape
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
+from fastload.base.registry import extensions
 from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.storage.process import registered_storages
 
@@ -173,7 +174,8 @@ def _require_path(text: str, shown: str) -> None:
     from fsspec import available_protocols  # which takes longer to import than all of this module
 
     scheme = found[1].lower()
-    if scheme in OBJECT_STORES | HTTP | {"file", *registered_storages, *available_protocols()}:
+    of_others = {*registered_storages, *extensions("storages"), *available_protocols()}
+    if scheme in OBJECT_STORES | HTTP | of_others | {"file"}:
         url = _shown(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
         raise OptionError(
             f"path={shown!r}: is {url!r} meant? Give a URL as text: a path object drops one of its slashes"

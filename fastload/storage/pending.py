@@ -229,7 +229,7 @@ def clean_abandoned(path: str) -> list[str]:
         return removed  # there is no parent yet; other errors show up when it is used
     with closing(parent):
         names = folders.names(parent)
-        network = _is_on_network(path)
+        network = is_on_network(path)
         for name in names:
             place = os.path.join(path, name)
             try:
@@ -239,7 +239,7 @@ def clean_abandoned(path: str) -> list[str]:
             except FileNotFoundError:
                 continue  # another process did it
             except OSError as error:
-                _leave_alone(place, str(error.strerror))
+                leave_alone(place, str(error.strerror))
     return removed
 
 
@@ -249,7 +249,7 @@ def _clean(place: str, parent: int, network: bool) -> bool:
         os.close(_open_own(name, parent, network))
         delete_with_others(name, parent)
         return True
-    if saved_name(name) is None or (pending := _take_over(place, parent, network)) is None:
+    if saved_name(name) is None or (pending := take_over(place, parent, network)) is None:
         return False
     try:
         pending.restore()
@@ -259,60 +259,8 @@ def _clean(place: str, parent: int, network: bool) -> bool:
     return True
 
 
-def resume(path: str, parent: int, token: str) -> Pending:
-    """Creates a pending directory with a given token, or takes over that of a dead process.
-
-    The name can be guessed: if another user has it, the directory gets a random name.
-
-    Args:
-        path: Path of the checkpoint.
-        parent: Descriptor of its parent directory.
-        token: 16 hex digits.
-
-    Returns:
-        The directory, with the data that the dead process left.
-
-    Raises:
-        OSError: ``EBUSY`` if a running process holds it.
-    """
-    place = hidden_path(path, token, parent)
-    network = _is_on_network(os.path.dirname(path))
-    return insist(lambda: _make_or_take_over(place, path, parent, network), place)
-
-
-def _make_or_take_over(place: str, path: str, parent: int, network: bool) -> Pending | None:
-    try:
-        return make(place, path, parent)
-    except FileExistsError:
-        pass
-    try:
-        pending = _take_over(place, parent, network)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _leave_alone(place, str(error.strerror))
-        return begin(path, parent)
-    if pending is None:
-        if (other := _owner_of(place, parent)) is not None:
-            why = f"in use by {other}; hosts that share this path cannot each have a copy there"
-            raise OSError(errno.EBUSY, why, place)
-        return None
-    with ExitStack() as closing:
-        closing.callback(pending.close)
-        pending.restore()
-        if pending.move_in():
-            closing.pop_all()
-            return pending
-    return None
-
-
-def _owner_of(place: str, parent: int) -> Owner | None:
-    with suppress(OSError), closing(open_folder(os.path.basename(place), parent)) as folder:
-        return Owner.parse(folders.read_small(OWNER, folder))
-    return None
-
-
-def _leave_alone(place: str, why: str) -> None:
+def leave_alone(place: str, why: str) -> None:
+    """Warns, once, of a directory that this process cannot take over."""
     message = "%s, which looks like what a dead save left behind, is left alone: %s"
     warn_once(_log, message, place, why)
 
@@ -332,7 +280,7 @@ def _open_own(name: str, parent: int, network: bool) -> int:
     raise PermissionError(errno.EPERM, f"it belongs to another user (uid {uid})", name)
 
 
-def _take_over(place: str, parent: int, network: bool) -> Pending | None:
+def take_over(place: str, parent: int, network: bool) -> Pending | None:
     """Takes over the pending directory of a dead save; returns None if the save may still run.
 
     On one machine a free lock is proof: the kernel holds it until the last descriptor of its owner closes.
@@ -366,5 +314,6 @@ def _is_dead(owner: int, locked: bool, network: bool, silent: bool) -> bool:
     return silent
 
 
-def _is_on_network(folder: str) -> bool:
+def is_on_network(folder: str) -> bool:
+    """Whether a directory is on a network file system."""
     return is_network(file_system_type(os.path.realpath(folder)))

@@ -555,8 +555,9 @@ class CheckpointManager:
         with self._history.call() as world:
             with world.step():
                 require_valid(step, arguments)
-                # So that no rank lists checkpoints that another one is about to delete.
-                self._finish_saves()
+                # So that no rank lists checkpoints that another one is about to delete. The remains of dead
+                # saves are none.
+                self._finish(Cleaner.wait_pruned)
             return self._history.look(world)
 
     def prefetch(self, step: int | None = None, *, options: LoadOptions | None = None) -> None:
@@ -684,20 +685,13 @@ class CheckpointManager:
             if goes_well:
                 raise  # otherwise it was logged; it must not hide the error that ended the training
 
-    def _finish(self) -> None:
+    def _finish(self, wait: Callable[[Cleaner, float], object] = Cleaner.wait) -> None:
+        """Waits for all saves, and for what the cleaner has to do."""
         try:
             self._pending.wait()
         finally:
             if self._cleaner is not None:
-                self._cleaner.wait(self._world.patience_s / 2)
-
-    def _finish_saves(self) -> None:
-        """As `_finish`, but for the remains of dead saves, which no listing takes for a checkpoint."""
-        try:
-            self._pending.wait()
-        finally:
-            if self._cleaner is not None:
-                self._cleaner.wait_pruned(self._world.patience_s / 2)
+                wait(self._cleaner, self._world.patience_s / 2)
 
 
 def _problem_with(step: Any, metrics: Mapping[str, Any] | None) -> OptionError | None:

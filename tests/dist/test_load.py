@@ -20,6 +20,7 @@ from torch import nn
 import fastload
 from fastload.formats.state import state_digest
 from fastload.loading.targets import TensorWriter
+from fastload.storage.local import LocalStorage
 from tests.checkpoints import (
     BITS,
     Row,
@@ -331,10 +332,20 @@ def test_direct_reads_all_on_every_rank(rank: int, world: int, path: Path) -> No
     assert load(path, strategy="auto")[1].strategy == "direct"
 
 
+class FarAway(LocalStorage):
+    """Files that one rank asks for, as those of an object store."""
+
+    shared, probes = True, False  # type: ignore[assignment]
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url.removeprefix("faraway://"))
+
+
 @prepared([with_index])
 @ranks(3, same=True)
 def test_remote_storage_is_asked_by_rank_0_only_and_read_once(rank: int, world: int, path: Path) -> str:
-    tensors, report = load(f"local://{path}", strategy="auto")
+    fastload.register_storage("faraway", FarAway)
+    tensors, report = load(f"faraway://{path}", strategy="auto")
     assert report.strategy == "allgather"
     assert report.bytes_read == report.bytes_wanted
     assert [own.header_bytes_read > 0 for own in report.ranks] == [True, False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "class Storage(fastload.Storage):\n"
         "    def __init__(self, location, options, *, io, patience):\n"
         "        super().__init__(location)\n"
+        "        if 'password' in options: raise ValueError(f'not {options[\"password\"]}')\n"
         "        self.names, self.given = options['names'], (io, patience.retries)\n"
         "    def stat(self, name): ...\n"
         "    def list(self): return self.names\n"
@@ -112,6 +114,17 @@ def test_a_package_brings_a_storage(installed: None) -> None:
         fastload.save({}, "inmemory://any/where", storage_options={"names": []})
     with pytest.raises(OptionError, match=r"cannot open other://any/where"):
         open_storage("other://any/where", NAMES)
+    with pytest.raises(OptionError, match=r"is 'inmemory://any' meant\?"):
+        open_storage(Path("inmemory://any"), NAMES)
+
+
+def test_what_a_storage_of_a_package_does_not_take_is_an_error_without_credentials(installed: None) -> None:
+    password = "hunter22"
+    with pytest.raises(OptionError, match=r"cannot open inmemory://any: not \*\*\*$") as raised:
+        fastload.inspect("inmemory://any", storage_options={"password": password})
+    assert password not in "".join(traceback.format_exception(raised.value))
+    storage = open_storage("inmemory://any", NAMES, {"names": [], "token": password})
+    assert storage.secrets.hide(f"the token {password}") == "the token ***"
 
 
 def test_the_hub_without_its_extension_is_not_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import fastload
 from fastload.base.registry import installed_extensions
 from fastload.formats import open as formats
 from fastload.formats.names import NAMES
-from fastload.formats.open import header_digest
+from fastload.formats.open import digest_of
 from fastload.storage import locate, open_storage
 from tests.checkpoints import write_file
 from tests.unit.npy_format import npy
@@ -62,11 +62,11 @@ def test_a_format_of_another_package_is_read(arrays: Path) -> None:
 @pytest.mark.usefixtures("installed")
 def test_copies_are_compared_by_the_digests_of_the_format(arrays: Path) -> None:
     manifest = fastload.inspect(arrays)
-    assert [header_digest(_open(arrays), manifest, file.name) for file in manifest.files] == [
+    assert [digest_of(_open(arrays), manifest, file.name) for file in manifest.files] == [
         file.header_digest for file in manifest.files
     ]
     np.save(arrays / "a.npy", STATE["a"].T.numpy())
-    assert header_digest(_open(arrays), manifest, "a.npy") != manifest.files[0].header_digest
+    assert digest_of(_open(arrays), manifest, "a.npy") != manifest.files[0].header_digest
 
 
 @pytest.mark.usefixtures("installed")

@@ -56,6 +56,15 @@ def test_one_whose_module_was_deleted_is_not_there(monkeypatch: pytest.MonkeyPat
         extension("layers", "gone", "loading")
 
 
+def test_one_of_fastload_that_cannot_be_imported_is_called_no_entry_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastload.ext.EXTENSIONS", {"layers": {"broken": "fastload.ext.prefetch:nothing"}})
+    message = r"^'broken' of fastload \(fastload\.ext\.prefetch:nothing\) cannot be imported: .*'nothing'"
+    with pytest.raises(OptionError, match=message):
+        extension("layers", "broken", "loading")
+
+
 def test_a_name_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("json", "pickle"):
         info = tmp_path / f"{package}_package-1.0.dist-info"

@@ -12,7 +12,7 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.untrusted import are_sizes, parse_json, show
 from fastload.formats.values import MAX_DEPTH, encode_value
-from fastload.geometry.box import Box, row_major, tiling_problem
+from fastload.geometry.box import Box, box_text, overlap_of, row_major
 
 _MAX_HOLES = 1000  # members of lists that were not saved; and one more for each name
 
@@ -91,6 +91,24 @@ def _piece(part: TensorPart, where: str) -> Piece:
     nbytes = span * itemsize if within.numel else 0
     is_dense = nbytes == within.numel * itemsize and not stored.pieces
     return Piece(box, stored.file, stored.offset + skipped * itemsize, nbytes, () if is_dense else strides)
+
+
+def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
+    """Returns why boxes do not contain each element of a tensor once; empty if they do.
+
+    Args:
+        boxes: The boxes in any order; empty ones do not count.
+        shape: Shape of the tensor.
+    """
+    outside = next((box for box in boxes if not box.is_within(shape)), None)
+    if outside is not None:
+        return f"{box_text(outside)} is out of bounds for a tensor of shape {list(shape)}"
+    filled = [box for box in boxes if box.numel]
+    problem = overlap_of(filled, len(shape))
+    numel, wanted = sum(box.numel for box in filled), prod(shape)
+    if not problem and numel != wanted:
+        problem = f"its boxes have {numel} of {wanted} elements"
+    return problem
 
 
 def join_shards(tensors: Sequence[TensorEntry], infos: Mapping[int, str], url: str) -> list[TensorEntry]:

@@ -279,7 +279,6 @@ class HubStorage(Storage):
                 f"cannot open {location}: its storage_options are {sorted(_OPTIONS)}, not {unknown}"
             )
         self._repository = repository = _Repository(location, options, attempt_s)
-        self.secrets = repository.secrets
         cache = os.path.expanduser(str(options.get("cache_dir") or constants.HF_HUB_CACHE))
         folder = repo_folder_name(repo_id=repository.name, repo_type=repository.kind)
         self._cache = LocalStorage(os.path.join(cache, folder), io)
@@ -416,9 +415,9 @@ class HubStorage(Storage):
             if source is None:
                 source = self._repository.source(commit, self._in_repository(name), content)
                 self._sources[key] = source
-        worked = bool(source.tags)
+        worked, secrets = bool(source.tags), self._repository.secrets
         try:
-            with self.secrets.errors(label, offset, nbytes, is_transient=is_transient, advice=advice):
+            with secrets.errors(label, offset, nbytes, is_transient=is_transient, advice=advice):
                 asked_s = time.monotonic()
                 result = get_range(source.store, "", offset, nbytes)
                 self.note_first_byte(time.monotonic() - asked_s)

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from fastload.errors import CheckpointExists, FastloadError
@@ -15,6 +16,8 @@ from fastload.storage.base import Names
 from fastload.storage.destination import read_list
 from fastload.storage.folders import os_errors
 from fastload.storage.local_target import LocalTarget
+from fastload.storage.pending import OWNER, Pending
+from fastload.storage.process import Owner
 
 _JOURNAL = "journal"
 
@@ -66,7 +69,7 @@ class LocalCopy(LocalTarget):
         try:
             with os_errors(self.url):
                 self.destination.check([name for name, _ in files], overwrite=overwrite or damaged)
-            directory = self._hold(lambda: pending.resume(self.url, self.destination.parent, identity), files)
+            directory = self._hold(lambda: _resume(self.url, self.destination.parent, identity), files)
             self.clean_abandoned()
             self._reserve()
             with os_errors(directory.path):
@@ -116,6 +119,62 @@ class LocalCopy(LocalTarget):
             os.close(self._journal)
             self._journal = None
         super().close()
+
+
+def _resume(path: str, parent: int, token: str) -> Pending:
+    """Creates a pending directory with a given token, or takes over that of a dead process.
+
+    The name can be guessed: if another user has it, the directory gets a random name.
+
+    Args:
+        path: Path of the checkpoint.
+        parent: Descriptor of its parent directory.
+        token: 16 hex digits.
+
+    Returns:
+        The directory, with the data that the dead process left.
+
+    Raises:
+        OSError: ``EBUSY`` if a running process holds it.
+    """
+    place = pending.hidden_path(path, token, parent)
+    network = pending.is_on_network(os.path.dirname(path))
+    return pending.insist(lambda: _make_or_take_over(place, path, parent, network), place)
+
+
+def _make_or_take_over(place: str, path: str, parent: int, network: bool) -> Pending | None:
+    try:
+        return pending.make(place, path, parent)
+    except FileExistsError:
+        pass
+    try:
+        taken = pending.take_over(place, parent, network)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        pending.leave_alone(place, str(error.strerror))
+        return pending.begin(path, parent)
+    if taken is None:
+        if (other := _owner_of(place, parent)) is not None:
+            why = f"in use by {other}; hosts that share this path cannot each have a copy there"
+            raise OSError(errno.EBUSY, why, place)
+        return None
+    with ExitStack() as closing:
+        closing.callback(taken.close)
+        taken.restore()
+        if taken.move_in():
+            closing.pop_all()
+            return taken
+    return None
+
+
+def _owner_of(place: str, parent: int) -> Owner | None:
+    with (
+        suppress(OSError),
+        folders.closing(folders.open_folder(os.path.basename(place), parent)) as folder,
+    ):
+        return Owner.parse(folders.read_small(OWNER, folder))
+    return None
 
 
 def _is_changed(folder: int, name: str, nbytes: int, mtime_ns: int) -> bool:
