@@ -54,6 +54,8 @@ class Endpoint(NamedTuple):
         named = "" if self.host in (self.address, "") else f" ({self.host})"
         return f"http{'s' if self.context else ''}://{address}:{self.port}{named}"
 
+    __repr__ = __str__  # without the token
+
 
 class Connection:
     """A connection to a server.
@@ -124,7 +126,7 @@ class Connection:
         self._until_s = began_s + timeout_s
         end = begin + sum(map(len, buffers))
         headers = {"Range": f"bytes={begin}-{end - 1}", "If-Match": f'"{digest}"'}
-        status, found, rest = self._request(f"/{quote(path)}", headers)
+        status, found, rest = self._request(f"/{quote(path, errors='replace')}", headers)
         if status != 206:
             raise PeerFault(_refusal(status), is_passing=status == 503)
         if _length(found) != end - begin or found.get("content-range", "").partition("/")[0] != (
