@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import threading
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from fastload.errors import CheckpointError, CheckpointNotFound, FastloadError
+from fastload.errors import CheckpointError, CheckpointNotFound, FastloadError, StorageError
 from fastload.formats.manifest import Manifest, is_single_file
 from fastload.formats.names import (
     BIN_INDEX_NAME,
@@ -29,6 +30,8 @@ from fastload.options import CopyInProgress, Patience
 from fastload.storage import FileStat, Folder, open_with_sibling
 from fastload.storage.folders import os_errors
 from fastload.storage.local import LocalStorage
+
+_log = logging.getLogger(__name__)
 
 _FRESH_S = 1.0
 _PATIENCE = Patience()
@@ -113,9 +116,13 @@ class Served:
 
     @contextmanager
     def open(self, path: str) -> Iterator[int | None]:
-        """Opens a file for reading; yields None if it was replaced, changed or deleted."""
+        """Opens a file for reading; yields None if it was replaced, changed or deleted.
+
+        Raises:
+            StorageError: It cannot be opened, for example since too many files are open.
+        """
         number = None
-        with self._lock, suppress(OSError):
+        with self._lock, os_errors(self._names[path]), suppress(FileNotFoundError, NotADirectoryError):
             if self._folder is not None:
                 number = os.open(self._names[path], os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._folder)
         if number is None:
@@ -172,7 +179,8 @@ class Shelf:
             self._single = open_checkpoint(path)
         if not self._single and not os.path.isdir(path):
             raise CheckpointNotFound(f"{path}: no such checkpoint, and no directory of checkpoints")
-        self.look()
+        if not self._single:
+            self._look(path)
 
     @property
     def is_stale(self) -> bool:
@@ -181,15 +189,14 @@ class Shelf:
         return is_root and time.monotonic() - self._looked_s >= _FRESH_S
 
     def look(self) -> None:
-        """Looks for new checkpoints, if it is time to.
-
-        Raises:
-            StorageError: The directory cannot be listed.
-        """
+        """Looks for new checkpoints, if it is time to."""
         with self._lock:
             if self._path is not None and self.is_stale:
                 self._looked_s = time.monotonic()
-                self._look(self._path)
+                try:
+                    self._look(self._path)
+                except StorageError as error:
+                    _log.warning("%s: cannot look for new checkpoints: %s", self._path, error)
 
     def all(self) -> dict[str, Served]:
         """Returns the checkpoints by name."""
