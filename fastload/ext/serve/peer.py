@@ -15,6 +15,8 @@ from fastload.ext.serve.coverage import Ranges, covered_to, joined
 _FRESH_S = 0.25  # what a peer has said it has, while it is getting more
 _AGAIN_S = 2.0  # between questions to a peer that does not answer
 _MEASURED_S = 1.0
+_REQUEST_S = 0.25
+_SILENT_S = 2.0
 _MEMORY_S = 2.0  # after which old speeds count half
 
 
@@ -89,9 +91,13 @@ class Speed:
         self.since_s = 0.0
 
     @property
-    def is_tried(self) -> bool:
-        """Whether the first request is under way."""
-        return self.num_requests > 0 and not self.bytes_s
+    def request_bytes(self) -> int:
+        """The most bytes to ask for at once: few if it is slow, or if few have come yet."""
+        return int(min(_REQUEST_S * self.bytes_s, 2 * self._bytes))
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether what is under way has brought nothing yet, or nothing for long."""
+        return self.num_requests > 0 and (not self._bytes or now_s - self.since_s > _SILENT_S)
 
     @property
     def is_measured(self) -> bool:

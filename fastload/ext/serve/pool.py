@@ -34,8 +34,7 @@ _LEAST_LATE_S, _LATE_FACTOR = 5.0, 8
 _USUAL_BYTES_S = 32e6  # of an origin that was not measured yet
 _SLOW_PART = 4
 _MOST_LINES = 20
-# What is under way at once at one peer; and at the origin, while peers may get more.
-_REQUEST_S, _QUEUE_S, _FEWEST_READS = 0.25, 0.5, 4
+_QUEUE_S, _FEWEST_READS = 0.5, 4  # of the origin, which are under way at once while peers may get more
 _TRIAL_S = 1.0  # the longest wait for the first bytes of peers
 
 
@@ -179,10 +178,10 @@ class PeerPool:
         if not loans:
             wait_s = self._questions.left_s(now_s)
             return (wait_s, None) if wait_s > 0 else self._choose_origin(name, at, ends, now_s)
-        tried = [one.peer.speed for one in loans if one.peer is not None and one.peer.speed.is_tried]
-        ready = [one for one in loans if one.is_coming or self._speed_of(one) not in tried]
-        if tried and all(one.is_coming for one in ready):
-            wait_s = min(speed.since_s for speed in tried) + _TRIAL_S - now_s
+        ready = [one for one in loans if one.is_coming or not self._speed_of(one).is_silent(now_s)]
+        if all(one.is_coming for one in ready):
+            silent = [self._speed_of(one) for one in loans if not one.is_coming]
+            wait_s = min((speed.since_s for speed in silent), default=0.0) + _TRIAL_S - now_s
             if wait_s > 0:
                 return wait_s, None
         if not ready:
@@ -193,7 +192,7 @@ class PeerPool:
         if self._is_origin_faster(now_s):
             return 0.0, Loan(None, loan.end)
         speed = self._speed_of(loan)
-        has_room = speed.queued_bytes + loan.end - at <= _QUEUE_S * speed.bytes_s
+        has_room = speed.queued_bytes + loan.end - at <= 2 * speed.request_bytes
         is_free = not speed.num_requests or (has_room and speed.num_requests < _MOST_REQUESTS)
         return _WAIT_S, loan if is_free else None
 
@@ -224,7 +223,7 @@ class PeerPool:
         for peer in self._peers.values():
             if peer.offer is None or not peer.is_usable(now_s):
                 continue
-            most = max(ends[0], at + int(_REQUEST_S * peer.speed.bytes_s))  # of a new peer, one block
+            most = max(ends[0], at + peer.speed.request_bytes)
             end = there = last_within(ends, min(most, peer.offer.covered_to(name, at, ends[-1])))
             if not end and peer.num_waits < _MOST_FAULTS:
                 end = last_within(ends, peer.offer.coming_to(name, at, ends[-1]))
