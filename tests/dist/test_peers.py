@@ -272,6 +272,8 @@ def test_the_digest_may_be_given_for_a_path_that_is_not_trusted(
         loaded, report = load(server.url, fastload.peers(server.url, digest=digest))
         assert_equal(loaded, state)
         assert report.bytes_supplied == fastload.inspect(saved).nbytes
+        with pytest.raises(fastload.OptionError, match="record_digest"):
+            fastload.peers(server.url, digest="")
         with pytest.raises(fastload.ChecksumError, match="is wanted"):
             load(server.url, fastload.peers(server.url, digest="0" * 32))
 

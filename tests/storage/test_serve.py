@@ -246,7 +246,7 @@ def test_the_checkpoints_of_a_run_are_below_their_names(tmp_path: Path) -> None:
 
 
 def test_a_sealed_directory_and_a_sealed_file_are_served_without_what_lies_next_to_them(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "hub"
     write_sharded(
@@ -255,6 +255,9 @@ def test_a_sealed_directory_and_a_sealed_file_are_served_without_what_lies_next_
     (folder / "config.json").write_text("{}")
     with pytest.raises(fastload.CheckpointError, match="fastload seal"):
         fastload.serve(folder)
+    with fastload.serve(tmp_path) as server:
+        assert server.checkpoints == []
+        assert "not served, for want of checksums: hub: run `fastload seal`" in caplog.text
     fastload.seal(folder)
     with fastload.serve(folder) as server:
         index = json.loads(ask(server, "/")[2])["checkpoints"][""]
@@ -277,6 +280,11 @@ def test_a_token_is_asked_for_everything(saved: Path, tmp_path: Path) -> None:
         for path in ("/", "/model.safetensors", "/none"):
             for header in ("", "Bearer other", "word", "Basic word", "Bearer wordy", "bearer  word"):
                 assert ask(server, path, Authorization=header)[0] == 401
+        headers = {"Authorization": "Bearer word"}
+        loaded = fastload.load(server.url, storage_options={"default_headers": headers})
+        assert torch.equal(loaded["a"], STATE["a"])
+        with pytest.raises(fastload.StorageError, match="default_headers.*Bearer WORD"):
+            fastload.load(server.url)
         assert ask(server, "/", Authorization="Bearer word")[0] == 200
         assert ask(server, "/none", Authorization="Bearer word")[0] == 404
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from fastload.errors import CheckpointError, CheckpointNotFound, FastloadError, StorageError
+from fastload.errors import CheckpointError, CheckpointNotFound, FastloadError, StorageError, some_of
 from fastload.formats.manifest import Manifest, is_single_file
 from fastload.formats.names import (
     BIN_INDEX_NAME,
@@ -23,6 +23,7 @@ from fastload.formats.names import (
     RECORD_NAME,
     SEAL_NAME,
     SHARDING_NAME,
+    SUFFIX,
     metadata_names,
 )
 from fastload.formats.open import read_manifest
@@ -181,6 +182,19 @@ class Shelf:
             raise CheckpointNotFound(f"{path}: no such checkpoint, and no directory of checkpoints")
         if not self._single:
             self._look(path)
+            self._warn(path)
+
+    def _warn(self, root: str) -> None:
+        """Names directories that a user may expect to be served."""
+        with closing(LocalStorage(root)) as storage:
+            left_out = [
+                name
+                for name, folder in storage.folders().items()
+                if _record_of(folder) is None and any(file.endswith(SUFFIX) for file in folder.files)
+            ]
+        if left_out:
+            names = some_of(left_out)
+            _log.warning("%s: not served, for want of checksums: %s: run `fastload seal`", root, names)
 
     @property
     def is_stale(self) -> bool:

@@ -54,7 +54,8 @@ class Endpoint(NamedTuple):
         named = "" if self.host in (self.address, "") else f" ({self.host})"
         return f"http{'s' if self.context else ''}://{address}:{self.port}{named}"
 
-    __repr__ = __str__  # without the token
+    def __repr__(self) -> str:
+        return str(self)  # without the token
 
 
 class Connection:
@@ -218,7 +219,7 @@ def _length(headers: Mapping[str, str]) -> int:
 
 def _refusal(status: int) -> str:
     texts = {
-        401: "wants another token (401)",
+        401: "wants another token than FASTLOAD_PEERS_TOKEN_FILE or token_file= has (401)",
         404: "has no such file any more (404)",
         412: "has another checkpoint now (412)",
         503: "has not got it yet (503)",

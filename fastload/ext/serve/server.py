@@ -38,6 +38,10 @@ _INDEX_PAUSE = 10  # × the time to make the index, before it is made again
 _TLS_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _METHODS = ("GET", "HEAD")
+_TOKEN_NEEDED = (
+    "send the server's token as 'Authorization: Bearer WORD': storage_options= of fastload takes it as "
+    "{'default_headers': {'Authorization': 'Bearer WORD'}}"
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ def _parse_range(text: str, nbytes: int) -> tuple[int, int]:
     if begin >= end:
         unsatisfied = {"Content-Range": f"bytes */{nbytes}"}
         raise _Refused(
-            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "one range of the file, please", unsatisfied
+            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+            "only one range, within the file, is sent",
+            unsatisfied,
         )
     return begin, end
 
@@ -280,7 +286,7 @@ class Responder:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "read only", {"Allow": ", ".join(_METHODS)})
         token = self._terms.token
         if token is not None and not is_authorized(token, request.headers.get("Authorization", "")):
-            raise _Refused(HTTPStatus.UNAUTHORIZED, "a token, please", {"WWW-Authenticate": "Bearer"})
+            raise _Refused(HTTPStatus.UNAUTHORIZED, _TOKEN_NEEDED, {"WWW-Authenticate": "Bearer"})
 
     def _describe(self) -> dict[str, Any]:
         """Returns what clients ask for first: what is here, and how busy the server is."""

@@ -80,7 +80,7 @@ class LocalCopy(LocalTarget):
             raise
 
     def _reserve(self) -> None:
-        """Allocates the space of the files. In memory that takes as long as to write them: there is a check."""
+        """Allocates the space of the files; only checks it in memory, where that takes as long as a write."""
         if self._kind in IN_MEMORY_TYPES:
             with os_errors(self.url):
                 self._require_memory()
