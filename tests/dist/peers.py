@@ -17,8 +17,8 @@ from tests.dist.flaky_server import Handler, Server, serving
 __all__ = ["FAULTS", "FarStorage", "FaultyPeer", "faulty_peer"]
 
 FAULTS = (
-    "absent", "another", "cut", "flip", "garbage", "gone", "huge index", "length", "malformed", "page",
-    "refuse", "reset", "shifted", "short", "stall", "token", "trickle",
+    "absent", "another", "cut", "flip", "garbage", "gone", "huge index", "ident", "length", "malformed",
+    "name", "page", "refuse", "reset", "shifted", "short", "stall", "token", "trickle",
 )  # fmt: skip
 """How a `FaultyPeer` fails."""
 
@@ -58,6 +58,7 @@ class FaultyPeer(Server):
         self.served_bytes = 0
         self.lock = threading.Lock()
         self.ranges: Mapping[str, Sequence[tuple[int, int]]] | None = None
+        self.coming: Mapping[str, Sequence[tuple[int, int]]] = {}
         self.digest = digest_of(fastload.inspect(folder))
 
     def takes_fault(self) -> str:
@@ -79,9 +80,10 @@ class _Handler(Handler):
     def _index(self) -> None:
         fault = self.server.fault if not self.server.good_reads else ""
         digest = "0" * 32 if fault == "another" else self.server.digest
-        about = {"digest": digest, "ranges": self.server.ranges, "coming": {}}
-        checkpoints = {} if fault == "absent" else {"": about}
-        body = json.dumps({"id": "other", "checkpoints": checkpoints}).encode()
+        about = {"digest": digest, "ranges": self.server.ranges, "coming": self.server.coming}
+        checkpoints = {} if fault == "absent" else {"\ud800" if fault == "name" else "": about}
+        ident: object = ["other"] if fault == "ident" else "other"
+        body = json.dumps({"id": ident, "checkpoints": checkpoints}).encode()
         if fault == "malformed":
             body = json.dumps({"checkpoints": {"": {**about, "ranges": {"model.safetensors": 7}}}}).encode()
         if fault == "page":
@@ -105,8 +107,8 @@ class _Handler(Handler):
             self.wfile.write(b"\x00\xff" * 100)
             self.close_connection = True
             return
-        if fault in ("gone", "refuse"):
-            self._send(404 if fault == "gone" else 503, b"")
+        if fault in ("gone", "ident", "name", "refuse"):
+            self._send(503 if fault == "refuse" else 404, b"")
         elif fault == "reset":
             self._reset()
         elif fault == "stall":

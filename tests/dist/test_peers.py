@@ -26,6 +26,7 @@ from fastload.ext.serve.connection import Endpoint
 from fastload.ext.serve.peer import KnownPeer, Offer
 from fastload.ext.serve.pool import PeerPool
 from fastload.ext.serve.process import SERVERS
+from fastload.ext.serve.server import ServeTerms
 from tests.checkpoints import flip, write_sharded
 from tests.dist.harness import ranks
 from tests.dist.peer_draws import make_checkpoint, run_draw
@@ -47,10 +48,11 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         late_s = 5.0 if "in_the_middle" in name else 1.0  # there another peer has to be in time
     for limit in ("_LATE_S", "_LEAST_LATE_S"):
         monkeypatch.setattr(pool, limit, late_s)
-    for limit in ("_GREETING_S", *(() if is_late else ("_CONNECT_S", "_INDEX_S"))):
+    for limit in ("_GREETING_S", "_TRIAL_S", *(() if is_late else ("_CONNECT_S", "_INDEX_S"))):
         monkeypatch.setattr(pool, limit, 60.0)
     if "slow_by_far" not in name:
         monkeypatch.setattr("fastload.ext.serve.peer._MEASURED_S", 60.0)  # no peer is slower than storage
+    monkeypatch.setattr("fastload.ext.serve.peer._SILENT_S", 60.0)
     yield
     SERVERS.clear()
 
@@ -161,6 +163,39 @@ def test_peers_that_are_slow_by_far_are_left_for_the_origin(origin_mb_s: int, is
     own.close()
 
 
+def test_nobody_waits_for_the_first_bytes_of_a_new_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PeerPool(list, "digest")
+    own._questions.begin(time.monotonic(), resolves=True)
+    new, known = (
+        KnownPeer(Endpoint("a", "127.0.0.1", port, None, None), Offer("", None, {})) for port in (1, 2)
+    )
+    own._peers = {peer.endpoint: peer for peer in (new, known)}
+    known.speed._bytes, known.speed._seconds = 200e6, 1.0
+    ends = [number << 20 for number in range(1, 9)]
+    first = own.lend("a", 0, ends)
+    assert (first.peer, first.end) == (new, 1 << 20), "it is asked for little"
+    assert own.lend("a", 0, ends).peer is known
+    monkeypatch.setattr(pool, "_TRIAL_S", 0.0)
+    monkeypatch.setattr("fastload.ext.serve.peer._SILENT_S", 0.0)
+    assert own.lend("a", 0, ends).peer is None, "both bring nothing"
+    own.close()
+
+
+def test_a_slow_peer_has_few_bytes_under_way() -> None:
+    own = PeerPool(list, "digest")
+    own._questions.begin(time.monotonic(), resolves=True)
+    peer = KnownPeer(Endpoint("a", "127.0.0.1", 1, None, None), Offer("", None, {}))
+    own._peers = {peer.endpoint: peer}
+    peer.speed._bytes, peer.speed._seconds = 8e6, 1.0
+    ends = [number << 18 for number in range(1, 33)]
+    for _ in range(2):
+        loan = own.lend("a", 0, ends)
+        assert loan.end <= 0.25 * 8e6
+    now_s = time.monotonic()
+    assert own._choose("a", 0, ends, now_s)[1] is None
+    own.close()
+
+
 def test_the_error_of_the_origin_is_raised_if_no_peer_has_the_bytes(saved: Path) -> None:
     data = saved / "model.safetensors"
     with faulty_peer(saved, "flip", good_reads=1) as peer:
@@ -239,6 +274,8 @@ def test_the_digest_may_be_given_for_a_path_that_is_not_trusted(
         loaded, report = load(server.url, fastload.peers(server.url, digest=digest))
         assert_equal(loaded, state)
         assert report.bytes_supplied == fastload.inspect(saved).nbytes
+        with pytest.raises(fastload.OptionError, match="record_digest"):
+            fastload.peers(server.url, digest="")
         with pytest.raises(fastload.ChecksumError, match="is wanted"):
             load(server.url, fastload.peers(server.url, digest="0" * 32))
 
@@ -252,6 +289,32 @@ def test_a_peer_with_a_part_gives_that_part(saved: Path, state: dict[str, torch.
     assert 0 < report.bytes_supplied <= 100_000 + size // 2 - 300_000
     assert report.bytes_supplied == peer.served_bytes
     assert report.bytes_read + report.bytes_supplied == fastload.inspect(saved).nbytes
+
+
+def test_bytes_that_a_peer_announces_and_never_has_come_from_storage(
+    saved: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_SHORT_REST_S", 0.0)
+    coming = {"model.safetensors": [(0, (saved / "model.safetensors").stat().st_size)]}
+    with faulty_peer(saved, "refuse") as peer:
+        peer.ranges, peer.coming = {}, coming
+        loaded, report = load(f"far://{saved}", fastload.peers(peer.url), timeout_s=30)
+    assert_equal(loaded, state)
+    assert report.bytes_read == fastload.inspect(saved).nbytes
+    assert f"{peer.url} announced bytes that did not come" in report.ranks[0].problems
+
+
+def test_a_process_asks_none_of_its_own_servers(saved: Path, state: dict[str, torch.Tensor]) -> None:
+    with fastload.serve(saved) as server:
+        loaded, report = load(f"far://{saved}", fastload.peers(server.url))
+    assert_equal(loaded, state)
+    assert (report.bytes_supplied, report.ranks[0].problems) == (0, "")
+
+
+def test_nothing_shows_a_token() -> None:
+    endpoint = Endpoint("a", "127.0.0.1", 1, None, "word")
+    assert "word" not in repr(KnownPeer(endpoint))
+    assert "word" not in repr(ServeTerms("word", None, 1, "ident"))
 
 
 def test_a_verification_reads_storage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

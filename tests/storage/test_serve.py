@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -13,8 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -22,7 +27,11 @@ import torch
 
 import fastload
 from fastload import OptionError
+from fastload.ext.serve import checkpoints
 from fastload.ext.serve import server as serving
+from fastload.ext.serve.pace import FIRST_PART_BYTES, next_part
+from fastload.ext.serve.process import READS
+from fastload.storage.local import LocalStorage
 from tests.checkpoints import write_sharded
 
 STATE = {"a": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(7)}
@@ -143,6 +152,85 @@ def test_a_file_that_was_changed_is_gone(tmp_path: Path) -> None:
         assert ask(server, "/fastload.json")[0] == 200
 
 
+def test_a_file_that_cannot_be_opened_now_is_not_gone(
+    saved: Path, server: fastload.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def fail(name: Any, *given: Any, **how: Any) -> int:
+        if name == "model.safetensors":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(name, *given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert ask(server, "/model.safetensors")[0] == 503
+    assert ask(server, "/model.safetensors")[0] == 200
+
+
+def test_a_root_that_cannot_be_listed_keeps_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastload.save(STATE, tmp_path / "step_00000001")
+    with fastload.serve(tmp_path) as server:
+        monkeypatch.setattr(checkpoints, "_FRESH_S", 0.0)
+        monkeypatch.setattr(LocalStorage, "folders", raise_storage_error)
+        assert ask(server, "/step_00000001/model.safetensors")[0] == 200
+
+
+def raise_storage_error(*_: Any) -> None:
+    raise fastload.StorageError("Permission denied", "/root")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that has the first part of its files."""
+
+    manifest: Any
+    folder: str
+    names: dict[str, str]
+    num_there: list[int]
+    path: str = "/copy"
+
+    def has(self, name: str, begin: int, end: int) -> bool:
+        return end <= self.num_there[0]
+
+    def ranges(self) -> dict[str, list[tuple[int, int]]]:
+        return {name: [(0, self.num_there[0])] for name in self.names}
+
+
+def test_bytes_that_are_on_their_way_are_waited_for(saved: Path) -> None:
+    manifest, there = fastload.inspect(saved), [1000]
+    names = {name: name for name in ("model.safetensors", "fastload.json")}
+    with fastload.serve(None) as server, futures.ThreadPoolExecutor() as threads:
+        server.follow(Copy(manifest, str(saved), names, there))
+        reading = READS.noted(manifest.record_digest, "model.safetensors", 900, 3000)
+        wanted = partial(ask, server, "/copy/model.safetensors")
+        assert wanted(Range="bytes=0-999")[0] == 206
+        assert wanted(Range="bytes=0-1999")[0] == 503
+        with reading:
+            assert wanted(Range="bytes=0-3000")[0] == 503
+            assert wanted(Range="bytes=5000-6000")[0] == 503
+            response = threads.submit(wanted, Range="bytes=0-2999")
+            with pytest.raises(futures.TimeoutError):
+                response.result(0.2)
+            there[0] = 3000
+            assert response.result(20)[0] == 206
+
+
+def test_the_index_is_made_again_after_a_pause() -> None:
+    calls = []
+
+    def describe() -> dict[str, int]:
+        time.sleep(0.2)
+        calls.append(1)
+        return {"a": 1}
+
+    index = serving._Index(describe)
+    assert [index.text() for _ in range(5)] == ['{"a": 1}'] * 5
+    assert len(calls) == 1
+
+
 def test_the_checkpoints_of_a_run_are_below_their_names(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
@@ -158,7 +246,7 @@ def test_the_checkpoints_of_a_run_are_below_their_names(tmp_path: Path) -> None:
 
 
 def test_a_sealed_directory_and_a_sealed_file_are_served_without_what_lies_next_to_them(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "hub"
     write_sharded(
@@ -167,6 +255,9 @@ def test_a_sealed_directory_and_a_sealed_file_are_served_without_what_lies_next_
     (folder / "config.json").write_text("{}")
     with pytest.raises(fastload.CheckpointError, match="fastload seal"):
         fastload.serve(folder)
+    with fastload.serve(tmp_path) as server:
+        assert server.checkpoints == []
+        assert "not served, for want of checksums: hub: run `fastload seal`" in caplog.text
     fastload.seal(folder)
     with fastload.serve(folder) as server:
         index = json.loads(ask(server, "/")[2])["checkpoints"][""]
@@ -189,6 +280,11 @@ def test_a_token_is_asked_for_everything(saved: Path, tmp_path: Path) -> None:
         for path in ("/", "/model.safetensors", "/none"):
             for header in ("", "Bearer other", "word", "Basic word", "Bearer wordy", "bearer  word"):
                 assert ask(server, path, Authorization=header)[0] == 401
+        headers = {"Authorization": "Bearer word"}
+        loaded = fastload.load(server.url, storage_options={"default_headers": headers})
+        assert torch.equal(loaded["a"], STATE["a"])
+        with pytest.raises(fastload.StorageError, match="default_headers.*Bearer WORD"):
+            fastload.load(server.url)
         assert ask(server, "/", Authorization="Bearer word")[0] == 200
         assert ask(server, "/none", Authorization="Bearer word")[0] == 404
 
@@ -227,6 +323,19 @@ def test_a_port_that_is_taken_is_named_and_one_that_was_closed_is_free(saved: Pa
         with pytest.raises(OptionError, match="in use"):
             fastload.serve(saved, port=port)
     fastload.serve(saved, port=port).close()
+
+
+def test_a_process_that_was_forked_does_not_keep_the_port(saved: Path) -> None:
+    with fastload.serve(saved) as server:
+        port = urlsplit(server.url).port or 0
+        if not (pid := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+    try:
+        fastload.serve(saved, port=port).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_nothing_at_the_path_is_an_error(tmp_path: Path) -> None:
@@ -294,6 +403,15 @@ def test_a_client_that_takes_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
             while part := slow.recv(1 << 20):
                 received += len(part)
         assert received < 16 << 20
+
+
+@pytest.mark.parametrize("bytes_s", [1e4, 1e6, 1e8, 1e10])
+def test_a_client_that_takes_little_does_not_seem_to_stall(bytes_s: float) -> None:
+    part_bytes = FIRST_PART_BYTES
+    for _ in range(50):
+        took_s = part_bytes / bytes_s
+        assert took_s < serving._STALL_S
+        part_bytes = next_part(part_bytes, took_s)
 
 
 def test_headers_without_end_are_refused(server: fastload.Server) -> None:

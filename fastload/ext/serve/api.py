@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
@@ -33,6 +34,18 @@ _log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 _END_S = 5.0
+
+
+_listeners: WeakSet[socket.socket] = WeakSet()
+
+
+def _close_all() -> None:
+    """Closes the ports in a process that was forked, where nobody serves."""
+    for listener in list(_listeners):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 @short_tracebacks
@@ -115,6 +128,7 @@ class Server:
         host, port = listener.getsockname()[:2]
         self.url = f"http{'s' if context else ''}://{f'[{host}]' if ':' in host else host}:{port}"
         self._shelf = shelf
+        _listeners.add(listener)
         self._loop = asyncio.new_event_loop()
         self._ends = asyncio.Event()
         work = partial(self._run, open_responder, listener, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import threading
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from fastload.errors import CheckpointError, CheckpointNotFound, FastloadError
+from fastload.errors import CheckpointError, CheckpointNotFound, FastloadError, StorageError, some_of
 from fastload.formats.manifest import Manifest, is_single_file
 from fastload.formats.names import (
     BIN_INDEX_NAME,
@@ -22,6 +23,7 @@ from fastload.formats.names import (
     RECORD_NAME,
     SEAL_NAME,
     SHARDING_NAME,
+    SUFFIX,
     metadata_names,
 )
 from fastload.formats.open import read_manifest
@@ -30,6 +32,8 @@ from fastload.options import Patience
 from fastload.storage import FileStat, Folder, open_with_sibling
 from fastload.storage.folders import os_errors
 from fastload.storage.local import LocalStorage
+
+_log = logging.getLogger(__name__)
 
 _FRESH_S = 1.0
 _PATIENCE = Patience()
@@ -114,9 +118,13 @@ class Served:
 
     @contextmanager
     def open(self, path: str) -> Iterator[int | None]:
-        """Opens a file for reading; yields None if it was replaced, changed or deleted."""
+        """Opens a file for reading; yields None if it was replaced, changed or deleted.
+
+        Raises:
+            StorageError: It cannot be opened, for example since too many files are open.
+        """
         number = None
-        with self._lock, suppress(OSError):
+        with self._lock, os_errors(self._names[path]), suppress(FileNotFoundError, NotADirectoryError):
             if self._folder is not None:
                 number = os.open(self._names[path], os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._folder)
         if number is None:
@@ -173,7 +181,21 @@ class Shelf:
             self._single = open_checkpoint(path)
         if not self._single and not os.path.isdir(path):
             raise CheckpointNotFound(f"{path}: no such checkpoint, and no directory of checkpoints")
-        self.look()
+        if not self._single:
+            self._look(path)
+            self._warn(path)
+
+    def _warn(self, root: str) -> None:
+        """Names directories that a user may expect to be served."""
+        with closing(LocalStorage(root)) as storage:
+            left_out = [
+                name
+                for name, folder in storage.folders().items()
+                if _record_of(folder) is None and any(file.endswith(SUFFIX) for file in folder.files)
+            ]
+        if left_out:
+            names = some_of(left_out)
+            _log.warning("%s: not served, for want of checksums: %s: run `fastload seal`", root, names)
 
     @property
     def is_stale(self) -> bool:
@@ -182,15 +204,14 @@ class Shelf:
         return is_root and time.monotonic() - self._looked_s >= _FRESH_S
 
     def look(self) -> None:
-        """Looks for new checkpoints, if it is time to.
-
-        Raises:
-            StorageError: The directory cannot be listed.
-        """
+        """Looks for new checkpoints, if it is time to."""
         with self._lock:
             if self._path is not None and self.is_stale:
                 self._looked_s = time.monotonic()
-                self._look(self._path)
+                try:
+                    self._look(self._path)
+                except StorageError as error:
+                    _log.warning("%s: cannot look for new checkpoints: %s", self._path, error)
 
     def all(self) -> dict[str, Served]:
         """Returns the checkpoints by name."""

@@ -54,6 +54,9 @@ class Endpoint(NamedTuple):
         named = "" if self.host in (self.address, "") else f" ({self.host})"
         return f"http{'s' if self.context else ''}://{address}:{self.port}{named}"
 
+    def __repr__(self) -> str:
+        return str(self)  # without the token
+
 
 class Connection:
     """A connection to a server.
@@ -124,7 +127,7 @@ class Connection:
         self._until_s = began_s + timeout_s
         end = begin + sum(map(len, buffers))
         headers = {"Range": f"bytes={begin}-{end - 1}", "If-Match": f'"{digest}"'}
-        status, found, rest = self._request(f"/{quote(path)}", headers)
+        status, found, rest = self._request(f"/{quote(path, errors='replace')}", headers)
         if status != 206:
             raise PeerFault(_refusal(status), is_passing=status == 503)
         if _length(found) != end - begin or found.get("content-range", "").partition("/")[0] != (
@@ -216,7 +219,7 @@ def _length(headers: Mapping[str, str]) -> int:
 
 def _refusal(status: int) -> str:
     texts = {
-        401: "wants another token (401)",
+        401: "wants another token than FASTLOAD_PEERS_TOKEN_FILE or token_file= has (401)",
         404: "has no such file any more (404)",
         412: "has another checkpoint now (412)",
         503: "has not got it yet (503)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
 """By name of the file: disjoint ranges, ascending."""
@@ -27,9 +28,5 @@ def covered_to(ranges: Sequence[tuple[int, int]], begin: int) -> int:
         ranges: Disjoint (begin, end), ascending.
         begin: The byte.
     """
-    at = bisect_right(ranges, begin, key=_begin) - 1
+    at = bisect_right(ranges, begin, key=itemgetter(0)) - 1
     return max(begin, ranges[at][1]) if at >= 0 else begin
-
-
-def _begin(one: tuple[int, int]) -> int:
-    return one[0]

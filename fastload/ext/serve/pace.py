@@ -15,6 +15,9 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _WHO_PROCESS, _CLASS_IDLE = 1, 3 << 13
 _PART_S = 0.05
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 8 << 20
+_FAST_S = 0.1
+FIRST_PART_BYTES = 256 << 10
+"""What is sent first of a file, to a client whose speed is not known."""
 _MOST_CREDIT_S = 0.1  # timers are late
 
 
@@ -44,6 +47,16 @@ class Rate:
         begin_s = max(self._due_s, now_s - _MOST_CREDIT_S)
         self._due_s = begin_s + nbytes / self._bytes_s
         await asyncio.sleep(begin_s - now_s)
+
+
+def next_part(part_bytes: int, took_s: float) -> int:
+    """Returns how much to send next, so that a slow client takes it long before it seems to stall.
+
+    Args:
+        part_bytes: What was sent last.
+        took_s: How long that took.
+    """
+    return 2 * part_bytes if took_s < _FAST_S else max(part_bytes // 2, _LEAST_BYTES)
 
 
 def give_way() -> None:

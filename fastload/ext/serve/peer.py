@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fastload.ext.serve.connection import Connection, Endpoint, PeerFault
@@ -13,6 +15,8 @@ from fastload.ext.serve.coverage import Ranges, covered_to, joined
 _FRESH_S = 0.25  # what a peer has said it has, while it is getting more
 _AGAIN_S = 2.0  # between questions to a peer that does not answer
 _MEASURED_S = 1.0
+_REQUEST_S = 0.25
+_SILENT_S = 2.0
 _MEMORY_S = 2.0  # after which old speeds count half
 
 
@@ -22,12 +26,12 @@ class Offer(NamedTuple):
     Attributes:
         folder: The path of the checkpoint on the server.
         ranges: What is there; None for all.
-        coming: What the peer reads from the origin now.
+        reachable: What is there, and what the peer reads from the origin now.
     """
 
     folder: str
     ranges: Ranges | None
-    coming: Ranges
+    reachable: Ranges
 
     def covered_to(self, name: str, at: int, end: int) -> int:
         """Returns the end of what is there of a file from a byte on, at most `end`; `at` if nothing is."""
@@ -35,15 +39,13 @@ class Offer(NamedTuple):
 
     def coming_to(self, name: str, at: int, end: int) -> int:
         """Returns the end of what is there or on its way there, likewise."""
-        if self.ranges is None:
-            return end
-        both = joined([*self.ranges.get(name, ()), *self.coming.get(name, ())])
-        return min(end, covered_to(both, at))
+        return end if self.ranges is None else min(end, covered_to(self.reachable.get(name, ()), at))
 
     def begins_after(self, name: str, at: int, end: int) -> int:
         """Returns the first byte after `at` that is there or on its way there; `end` if there is none."""
-        ranges = () if self.ranges is None else (*self.ranges.get(name, ()), *self.coming.get(name, ()))
-        return min((begin for begin, _ in ranges if at < begin < end), default=end)
+        ranges = self.reachable.get(name, ())
+        after = bisect_right(ranges, at, key=itemgetter(0))
+        return min(end, ranges[after][0]) if after < len(ranges) else end
 
 
 def parse_offer(index: Mapping[str, Any], digest: str) -> Offer | None:
@@ -54,9 +56,12 @@ def parse_offer(index: Mapping[str, Any], digest: str) -> Offer | None:
     """
     for folder, about in index["checkpoints"].items():
         if isinstance(about, dict) and about.get("digest") == digest:
-            ranges = about.get("ranges")
-            parsed = None if ranges is None else _parse_ranges(ranges)
-            return Offer(folder, parsed, _parse_ranges(about.get("coming", {})))
+            if about.get("ranges") is None:
+                return Offer(folder, None, {})
+            ranges, coming = _parse_ranges(about["ranges"]), _parse_ranges(about.get("coming", {}))
+            names = ranges.keys() | coming.keys()
+            both = {name: joined([*ranges.get(name, ()), *coming.get(name, ())]) for name in names}
+            return Offer(folder, ranges, both)
     return None
 
 
@@ -76,13 +81,23 @@ class Speed:
     Attributes:
         queued_bytes: The bytes of the requests that are under way.
         num_requests: Their number.
+        since_s: When the first one began or, if that is later, the last one ended, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.queued_bytes = 0
         self.num_requests = 0
         self._bytes = self._seconds = 0.0
-        self._since_s = 0.0
+        self.since_s = 0.0
+
+    @property
+    def request_bytes(self) -> int:
+        """The most bytes to ask for at once: few if it is slow, or if few have come yet."""
+        return int(min(_REQUEST_S * self.bytes_s, 2 * self._bytes))
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether what is under way has brought nothing yet, or nothing for long."""
+        return self.num_requests > 0 and (not self._bytes or now_s - self.since_s > _SILENT_S)
 
     @property
     def is_measured(self) -> bool:
@@ -97,7 +112,7 @@ class Speed:
     def begin(self, nbytes: int) -> None:
         """Notes that a request begins."""
         if not self.num_requests:
-            self._since_s = time.monotonic()
+            self.since_s = time.monotonic()
         self.num_requests += 1
         self.queued_bytes += nbytes
 
@@ -107,8 +122,8 @@ class Speed:
         if self._seconds > _MEMORY_S:
             self._bytes, self._seconds = self._bytes / 2, self._seconds / 2
         self._bytes += came_bytes
-        self._seconds += now_s - self._since_s
-        self._since_s = now_s
+        self._seconds += now_s - self.since_s
+        self.since_s = now_s
         self.num_requests -= 1
         self.queued_bytes -= nbytes
 
@@ -127,6 +142,7 @@ class KnownPeer:
         problem: Why it has delivered nothing, or not to the end; empty while it does.
         is_left: Whether it is left alone from now on.
         num_faults: Passing faults in a row.
+        num_waits: How often in a row bytes did not come that were on their way there.
         rests_until_s: When it may be asked again, by `time.monotonic`.
         answered_s: When it has last said what it has, or failed to.
         has_answered: Whether it did answer then.
@@ -140,6 +156,7 @@ class KnownPeer:
     problem: str = ""
     is_left: bool = False
     num_faults: int = 0
+    num_waits: int = 0
     rests_until_s: float = 0.0
     answered_s: float = float("-inf")
     has_answered: bool = False

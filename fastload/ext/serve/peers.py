@@ -55,6 +55,8 @@ def peers(
     """
     if not addresses or not all(isinstance(each, str) for each in addresses):
         raise OptionError(f"peers{addresses!r}: needs one or more addresses")
+    if digest == "":
+        raise OptionError("digest='': only checkpoints that fastload saved have a record_digest")
     given = environment(_PREFIX)
     token_file = token_file or given.get(f"{_PREFIX}TOKEN_FILE")
     ca_file = ca_file or given.get(f"{_PREFIX}CA_FILE")

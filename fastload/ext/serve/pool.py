@@ -35,6 +35,7 @@ _USUAL_BYTES_S = 32e6  # of an origin that was not measured yet
 _SLOW_PART = 4
 _MOST_LINES = 20
 _QUEUE_S, _FEWEST_READS = 0.5, 4  # of the origin, which are under way at once while peers may get more
+_TRIAL_S = 1.0  # the longest wait for the first bytes of peers
 
 
 class Loan(NamedTuple):
@@ -110,6 +111,7 @@ class PeerPool:
             self._speed_of(loan).end(nbytes, nbytes if fault is None else 0)
             if loan.peer is not None and fault is None:
                 loan.peer.num_faults = 0
+                loan.peer.num_waits = 0 if loan.is_coming else loan.peer.num_waits
             elif loan.peer is not None and fault is not None and not self._is_stopped:
                 self._note_fault(loan.peer, fault, is_coming=loan.is_coming)
             self._changed.notify_all()
@@ -176,13 +178,22 @@ class PeerPool:
         if not loans:
             wait_s = self._questions.left_s(now_s)
             return (wait_s, None) if wait_s > 0 else self._choose_origin(name, at, ends, now_s)
-        loan = min(loans, key=lambda one: (one.is_coming, self._speed_of(one).expected_s(one.end - at)))
+        ready = [one for one in loans if one.is_coming or not self._speed_of(one).is_silent(now_s)]
+        if all(one.is_coming for one in ready):
+            silent = [self._speed_of(one) for one in loans if not one.is_coming]
+            wait_s = min((speed.since_s for speed in silent), default=0.0) + _TRIAL_S - now_s
+            if wait_s > 0:
+                return wait_s, None
+        if not ready:
+            return self._choose_origin(name, at, ends, now_s)
+        loan = min(ready, key=lambda one: (one.is_coming, self._speed_of(one).expected_s(one.end - at)))
         if loan.is_coming:
             return 0.0, loan
         if self._is_origin_faster(now_s):
             return 0.0, Loan(None, loan.end)
         speed = self._speed_of(loan)
-        is_free = speed.num_requests < (_MOST_REQUESTS if speed.bytes_s else 1)
+        has_room = speed.queued_bytes + loan.end - at <= 2 * speed.request_bytes
+        is_free = not speed.num_requests or (has_room and speed.num_requests < _MOST_REQUESTS)
         return _WAIT_S, loan if is_free else None
 
     def _choose_origin(
@@ -212,8 +223,10 @@ class PeerPool:
         for peer in self._peers.values():
             if peer.offer is None or not peer.is_usable(now_s):
                 continue
-            there = last_within(ends, peer.offer.covered_to(name, at, ends[-1]))
-            end = there or last_within(ends, peer.offer.coming_to(name, at, ends[-1]))
+            most = max(ends[0], at + peer.speed.request_bytes)
+            end = there = last_within(ends, min(most, peer.offer.covered_to(name, at, ends[-1])))
+            if not end and peer.num_waits < _MOST_FAULTS:
+                end = last_within(ends, peer.offer.coming_to(name, at, ends[-1]))
             if end:
                 timeout_s = _timeout_s(peer.speed, end - at, is_coming=not there)
                 found.append(Loan(peer, end, peer.offer.folder, not there, timeout_s))
@@ -238,6 +251,9 @@ class PeerPool:
 
     def _note_fault(self, peer: KnownPeer, fault: PeerFault, *, is_coming: bool) -> None:
         if is_coming and fault.is_passing:  # its origin has failed, perhaps, or is slow
+            peer.num_waits += 1
+            if peer.num_waits >= _MOST_FAULTS:
+                peer.problem = "announced bytes that did not come"
             peer.rests_until_s = time.monotonic() + _SHORT_REST_S
             peer.answered_s = float("-inf")
             return
@@ -290,7 +306,7 @@ class PeerPool:
             with self.connection(peer) as connection:
                 index = connection.index(_INDEX_S)
             offer = parse_offer(index, self._digest)
-            is_own = index.get("id") in SERVERS
+            is_own = str(index.get("id")) in SERVERS
         except PeerFault as error:
             fault = error
         with self._changed:
@@ -299,7 +315,8 @@ class PeerPool:
             if is_own:
                 peer.offer, peer.is_left, peer.problem = None, True, ""
             elif offer is not None:
-                peer.problem = peer.problem if peer.num_faults or peer.is_left else ""
+                is_known = peer.num_faults or peer.num_waits or peer.is_left
+                peer.problem = peer.problem if is_known else ""
             elif fault is None or fault.is_passing:
                 peer.problem = str(fault or "has no such checkpoint")
             else:
@@ -350,6 +367,4 @@ def _timeout_s(speed: Speed, nbytes: int, *, is_coming: bool) -> float:
     longest_s = _LATE_S + nbytes / _LEAST_BYTES_S
     if is_coming:
         return 2 * longest_s
-    if not speed.is_measured:
-        return longest_s
     return min(longest_s, max(_LEAST_LATE_S, _LATE_FACTOR * speed.expected_s(nbytes)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from fastload.base.threads import ProcessLock
 from fastload.ext.serve.coverage import joined
 
 _ARRIVING_S = 10.0  # from a read to the note that its bytes are verified and written
@@ -24,7 +24,7 @@ class OriginReads:
     """The byte ranges that this process reads from origins now, or has just read."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._until_s: dict[_OriginRead, float] = {}
 
     @contextmanager

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import re
+import socket
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -16,11 +20,13 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from fastload.base.version import __version__
+from fastload.errors import StorageError
 from fastload.ext.serve.access import is_authorized
 from fastload.ext.serve.checkpoints import Served, Shelf
-from fastload.ext.serve.coverage import covered_to, joined
-from fastload.ext.serve.pace import Rate
+from fastload.ext.serve.pace import FIRST_PART_BYTES, Rate, next_part
 from fastload.ext.serve.process import READS
+
+_log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _IDLE_S = 15.0  # until a connection without a complete request is closed
@@ -28,8 +34,14 @@ _STALL_S = 30.0  # for a client to take one part of a response
 _COMING_S = 10.0  # for bytes that are on their way here
 _POLL_S = 0.02
 _CHECK_S = 0.5  # between looks at whether they still are, which take longer
+_INDEX_PAUSE = 10  # × the time to make the index, before it is made again
+_TLS_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _METHODS = ("GET", "HEAD")
+_TOKEN_NEEDED = (
+    "send the server's token as 'Authorization: Bearer WORD': storage_options= of fastload takes it as "
+    "{'default_headers': {'Authorization': 'Bearer WORD'}}"
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class ServeTerms:
         ident: Identifies the server, so that a client recognizes its own.
     """
 
-    token: str | None
+    token: str | None = field(repr=False)
     rate: int | None
     max_connections: int
     ident: str
@@ -86,9 +98,12 @@ class _Wanted:
 
     def is_coming(self) -> bool:
         """Whether all that is not there is being read from the origin by this process."""
-        there = (self.served.ranges() or {}).get(self.path, ())
-        coming = READS.of(self.served.digest).get(self.path, ())
-        return covered_to(joined([*there, *coming]), self.begin) >= self.end
+        at = self.begin
+        for begin, end in READS.of(self.served.digest).get(self.path, ()):
+            if begin >= self.end or (at < begin and not self.served.has(self.path, at, begin)):
+                break
+            at = max(at, end)
+        return at >= self.end or self.served.has(self.path, at, self.end)
 
 
 def _parse_range(text: str, nbytes: int) -> tuple[int, int]:
@@ -102,7 +117,9 @@ def _parse_range(text: str, nbytes: int) -> tuple[int, int]:
     if begin >= end:
         unsatisfied = {"Content-Range": f"bytes */{nbytes}"}
         raise _Refused(
-            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "one range of the file, please", unsatisfied
+            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+            "only one range, within the file, is sent",
+            unsatisfied,
         )
     return begin, end
 
@@ -151,9 +168,11 @@ class Connections(web.Server):
             self.abort(handler)
 
     def abort(self, handler: RequestHandler) -> None:
-        """Ends a connection at once."""
+        """Ends a connection at once, also if a process that was forked meanwhile has it open."""
         self._forget(handler)
         if isinstance(handler.transport, asyncio.Transport):
+            with suppress(OSError):  # it has ended
+                handler.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             handler.transport.abort()
 
     def abort_all(self) -> None:
@@ -179,6 +198,28 @@ class Connections(web.Server):
                 self._idle[handler] = asyncio.get_running_loop().time()
 
 
+class _Index:
+    """The response to ``GET /``. It is made again after a multiple of the time that takes, however many ask.
+
+    Args:
+        describe: Returns its content.
+    """
+
+    def __init__(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        self._describe = describe
+        self._text = ""
+        self._good_until_s = float("-inf")
+
+    def text(self) -> str:
+        """Returns it as JSON."""
+        began_s = time.monotonic()
+        if began_s >= self._good_until_s:
+            self._text = json.dumps(self._describe())
+            ended_s = time.monotonic()
+            self._good_until_s = ended_s + _INDEX_PAUSE * (ended_s - began_s)
+        return self._text
+
+
 class Responder:
     """Responds to the requests of clients.
 
@@ -195,6 +236,7 @@ class Responder:
         self._sent_before = 0  # at the last tick
         self._bytes_s = 0.0
         self._connections = Connections(self, terms.max_connections)
+        self._index = _Index(self._describe)
 
     async def run(self, listener: Any, context: ssl.SSLContext | None, until: asyncio.Event) -> None:
         """Serves until an event.
@@ -225,10 +267,9 @@ class Responder:
             self._require_allowed(request)
             if self._shelf.is_stale:
                 await asyncio.get_running_loop().run_in_executor(None, self._shelf.look)
-            checkpoints = self._shelf.all()
             if request.path == "/":
-                return web.json_response(self._describe(checkpoints))
-            wanted = _Wanted(*_find(checkpoints, request.path), request)
+                return web.json_response(text=self._index.text())
+            wanted = _Wanted(*_find(self._shelf.all(), request.path), request)
             matches = request.headers.get("If-Match", "*")
             if matches != "*" and wanted.etag not in matches.split(", "):
                 raise _Refused(HTTPStatus.PRECONDITION_FAILED, "another checkpoint is here")
@@ -236,18 +277,21 @@ class Responder:
             return await self._send(request, wanted)
         except _Refused as refused:
             return web.Response(status=refused.status, text=f"{refused}\n", headers=refused.headers)
+        except StorageError as error:  # such as too many open files
+            _log.warning("%s", error)
+            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE, text="cannot be read now\n")
 
     def _require_allowed(self, request: web.BaseRequest) -> None:
         if request.method not in _METHODS:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "read only", {"Allow": ", ".join(_METHODS)})
         token = self._terms.token
         if token is not None and not is_authorized(token, request.headers.get("Authorization", "")):
-            raise _Refused(HTTPStatus.UNAUTHORIZED, "a token, please", {"WWW-Authenticate": "Bearer"})
+            raise _Refused(HTTPStatus.UNAUTHORIZED, _TOKEN_NEEDED, {"WWW-Authenticate": "Bearer"})
 
-    def _describe(self, checkpoints: Mapping[str, Served]) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """Returns what clients ask for first: what is here, and how busy the server is."""
         found = {}
-        for name, served in checkpoints.items():
+        for name, served in self._shelf.all().items():
             found[name] = {
                 "digest": served.digest,
                 "nbytes": served.nbytes,
@@ -290,25 +334,49 @@ class Responder:
                 response.headers["Content-Range"] = place
             await response.prepare(request)
             if request.method == "GET":
-                await self._send_file(request, number, wanted.begin, wanted.end)
+                await self._send_file(request, response, number, wanted.begin, wanted.end)
         return response
 
-    async def _send_file(self, request: web.BaseRequest, number: int, begin: int, end: int) -> None:
+    async def _send_file(
+        self, request: web.BaseRequest, response: web.StreamResponse, number: int, begin: int, end: int
+    ) -> None:
         """Sends a part of a file; the connection ends if the client stops taking it."""
-        loop, transport = asyncio.get_running_loop(), request.transport
+        loop, part_bytes = asyncio.get_running_loop(), FIRST_PART_BYTES
+        while begin < end:
+            nbytes = min(part_bytes, self._rate.part_bytes, end - begin)
+            await self._rate.wait(nbytes)
+            began_s = loop.time()
+            try:
+                sent = await asyncio.wait_for(_send_part(request, response, number, begin, nbytes), _STALL_S)
+            except (OSError, RuntimeError, asyncio.TimeoutError):
+                sent = 0
+            if sent != nbytes:  # the client has left, or stalls; or the file is shorter now
+                self._connections.abort(request.protocol)
+                return
+            part_bytes = next_part(nbytes, loop.time() - began_s)
+            self._sent_bytes += sent
+            begin += sent
+
+
+async def _send_part(
+    request: web.BaseRequest, response: web.StreamResponse, number: int, begin: int, nbytes: int
+) -> int:
+    """Sends a part of an open file; returns the bytes that were sent."""
+    loop, transport = asyncio.get_running_loop(), request.transport
+    if transport is None:
+        return 0
+    if transport.get_extra_info("sslcontext") is None:
         with os.fdopen(number, "rb", buffering=0, closefd=False) as file:
-            while begin < end and transport is not None:
-                nbytes = min(self._rate.part_bytes, end - begin)
-                await self._rate.wait(nbytes)
-                try:
-                    sent = await asyncio.wait_for(loop.sendfile(transport, file, begin, nbytes), _STALL_S)
-                except (OSError, RuntimeError, asyncio.TimeoutError):
-                    sent = 0
-                if sent != nbytes:  # the client has left, or stalls; or the file is shorter now
-                    self._connections.abort(request.protocol)
-                    return
-                self._sent_bytes += sent
-                begin += sent
+            return await loop.sendfile(transport, file, begin, nbytes)
+    sent = 0
+    while sent < nbytes:  # sendfile of asyncio encrypts 16 KiB at once, at 30 times the cost
+        count = min(_TLS_BYTES, nbytes - sent)
+        data = await loop.run_in_executor(None, os.pread, number, count, begin + sent)
+        await response.write(data)
+        if len(data) < count:
+            break
+        sent += count
+    return sent
 
 
 def _find(checkpoints: Mapping[str, Served], path: str) -> tuple[Served, str]:
