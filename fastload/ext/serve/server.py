@@ -227,6 +227,8 @@ class Responder:
                 await asyncio.get_running_loop().run_in_executor(None, self._shelf.look)
             checkpoints = self._shelf.all()
             if request.path == "/":
+                if "Range" in request.headers:  # a load, of a checkpoint that would be here
+                    raise _Refused(HTTPStatus.NOT_FOUND, "the index, and no file")
                 return web.json_response(self._describe(checkpoints))
             wanted = _Wanted(*_find(checkpoints, request.path), request)
             matches = request.headers.get("If-Match", "*")
