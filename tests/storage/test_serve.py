@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import fastload
-from fastload import OptionError
+from fastload import CheckpointNotFound, OptionError
 from fastload.ext.serve import checkpoints
 from fastload.ext.serve import server as serving
 from fastload.ext.serve.pace import FIRST_PART_BYTES, next_part
@@ -272,6 +272,15 @@ def test_a_sealed_directory_and_a_sealed_file_are_served_without_what_lies_next_
     with fastload.serve(tmp_path) as server:
         assert server.checkpoints == ["hub"]
         assert ask(server, "/hub/a.safetensors")[2] == (folder / "a.safetensors").read_bytes()
+
+
+def test_a_load_of_a_served_run_is_told_its_checkpoints(tmp_path: Path) -> None:
+    for step in (8, 40):
+        fastload.save({"a": torch.ones(2)}, tmp_path / f"step_{step:08d}")
+    with fastload.serve(tmp_path) as server:
+        with pytest.raises(CheckpointNotFound, match=r"this is a run: .* such as step_00000040"):
+            fastload.load(server.url)
+        assert fastload.load(f"{server.url}/step_00000008")["a"].tolist() == [1.0, 1.0]
 
 
 def test_a_token_is_asked_for_everything(saved: Path, tmp_path: Path) -> None:

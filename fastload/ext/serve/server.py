@@ -268,6 +268,8 @@ class Responder:
             if self._shelf.is_stale:
                 await asyncio.get_running_loop().run_in_executor(None, self._shelf.look)
             if request.path == "/":
+                if "Range" in request.headers:  # a load, of a checkpoint that would be here
+                    raise _Refused(HTTPStatus.NOT_FOUND, "the index, and no file")
                 return web.json_response(text=self._index.text())
             wanted = _Wanted(*_find(self._shelf.all(), request.path), request)
             matches = request.headers.get("If-Match", "*")
