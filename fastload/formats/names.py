@@ -160,9 +160,10 @@ COPY_NAMES = replace(NAMES, to_replace="options=fastload.StageOptions(overwrite=
 """For staged copies."""
 
 
-def _own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+def own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+    """Returns the files of a directory that fastload or torch.distributed.checkpoint has written."""
     return own_names(there, lists) if lists else set(filter(_FILE_OF_DCP.fullmatch, there))
 
 
-DCP_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=_own_names_or_dcp)
+DCP_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=own_names_or_dcp)
 """For saves that replace checkpoints of torch.distributed.checkpoint, too."""
