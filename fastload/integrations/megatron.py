@@ -421,10 +421,12 @@ def load(
             )
             request = _Wanted(source, wanted, with_common=not has_file)
         checkpoint.read(request.boxes, cast=True)
-        state = _loaded(step.attachment) if has_file else request.common()
-        merge(state, nonpersistent)
-        merge(state, request.loaded())
-        state = apply_factory_merges(state, factories)
+        common_file = step.attachment if has_file else None
+        with step_of_all(f"{what}: the result", **group):
+            state = request.common() if common_file is None else _loaded(common_file)
+            merge(state, nonpersistent)
+            merge(state, request.loaded())
+            state = apply_factory_merges(state, factories)
     if StrictHandling.requires_returning_mismatch_keys(handling):
         return state, missing, unexpected
     return state

@@ -1,4 +1,4 @@
-"""Sharded state dicts with the structure of a GPT and its optimizer, cut by hand as Megatron Core cuts them."""
+"""Sharded state dicts with the structure of a GPT and its optimizer, cut as Megatron Core cuts them."""
 
 from __future__ import annotations
 
