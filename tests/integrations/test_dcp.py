@@ -309,8 +309,9 @@ class Cut(dcp.DefaultSavePlanner):
         return replace(plan, items=items)
 
     def resolve_data(self, write_item: Any) -> Any:
-        data = super().resolve_data(write_item)
-        return data[3 * dist.get_rank() :][:3] if write_item.index.fqn == "plain" else data
+        if write_item.index.fqn != "plain":
+            return super().resolve_data(write_item)
+        return self.state_dict["plain"][3 * dist.get_rank() :][:3]
 
 
 class Telling(dcp.DefaultLoadPlanner):

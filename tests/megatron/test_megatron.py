@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from tests.dist.harness import ranks
+from tests.dist.harness import ranks, run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 RANKS_IMPORT = ("megatron.core.dist_checkpointing", "fastload.integrations.megatron")
@@ -268,3 +270,87 @@ def test_saves_in_the_background(rank: int, world: int, tmp_path: Path) -> None:
         with pytest.raises(fastload.FastloadError, match="is a file"):
             queue.maybe_finalize_async_calls(blocking=True)
         queue.close()
+
+
+def saved_state(rank: int, step: int) -> dict[str, Any]:
+    return {"a": piece("a", torch.full((4000,), float(step)), 8000, 4000 * rank), "step": step}
+
+
+def run_request(request: Any) -> None:
+    """Does the work of a request for a queue, without the barrier in it; a rank may be dead."""
+    for function in (request.async_fn, *request.finalize_fns) if request is not None else ():
+        function()
+
+
+def save_and_die(
+    rank: int, world: int, path: Path, stage: str, who: int, through: str, background: bool
+) -> None:
+    """Saves step 2 over step 1; one rank is killed in a stage of it."""
+    from fastload.integrations import megatron as ours
+    from fastload.saving import save as saving
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    options = fastload.SaveOptions(timeout_s=10, writers="all")
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = by_megatron(patch)
+        path.mkdir(exist_ok=True)
+        for step in (1, 2):
+            if step == 2 and rank == who:
+                name, _, when = stage.partition(" ")
+                original = getattr(saving, name)
+
+                def dying(*args: Any, original: Any = original, when: str = when, **given: Any) -> Any:
+                    result = original(*args, **given) if when == "after" else die()
+                    die()
+                    return result
+
+                patch.setattr(saving, name, dying)
+            folder = path / str(step)
+            if through == "strategy":
+                folder.mkdir(exist_ok=True)
+                call, strategy = theirs.save, ours.SaveStrategy(options)
+            else:
+                call, strategy = partial(ours.save, options=options), None
+            state = saved_state(rank, step)
+            if step == 1:
+                call(state, str(folder), strategy)
+                continue
+            with pytest.raises(fastload.FastloadError):
+                run_request(call(state, str(folder), strategy, async_sharded_save=background))
+
+
+def load_and_save_again(rank: int, world: int, path: Path, stage: str, through: str) -> None:
+    """What the killed save has left is a whole checkpoint, or none; the next save works."""
+    from fastload.integrations import megatron as ours
+
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = by_megatron(patch)
+        is_there = (path / "2" / "metadata.json").exists()
+        assert is_there == (through == "ours" and stage == "commit after")
+        for step in (1, 2) if is_there else (1,):
+            for load in (ours.load, theirs.load):
+                state = load({"a": piece("a", torch.zeros(8000), 8000, 0)}, str(path / str(step)))
+                assert state["step"] == step
+                assert torch.equal(state["a"], torch.full((8000,), float(step)))
+        if not is_there:
+            with pytest.raises(Exception, match=r"not a distributed checkpoint|does not exist"):
+                theirs.load({"a": piece("a", torch.zeros(8000), 8000, 0)}, str(path / "2"))
+        dist.barrier()
+        if through == "strategy":
+            theirs.save(saved_state(rank, 3), str(path / "2"), ("fastload", 1))
+        else:
+            ours.save(saved_state(rank, 3), path / "2", options=OPTIONS)
+        assert ours.load({"a": piece("a", torch.zeros(8000), 8000, 0)}, path / "2")["step"] == 3
+
+
+@pytest.mark.parametrize("through", ["ours", "strategy"])
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("stage", ["agree", "write", "write after", "commit", "commit after"])
+def test_a_killed_save_is_whole_or_absent(stage: str, background: bool, through: str, tmp_path: Path) -> None:
+    who = 0 if stage.startswith("commit") else 1
+    given = {"path": tmp_path / "root", "stage": stage, "through": through}
+    killed = {"who": who, "background": background, "dies": {who: signal.SIGKILL}}
+    run_ranks(save_and_die, 2, **given, **killed)
+    run_ranks(load_and_save_again, 2, **given)
