@@ -60,11 +60,11 @@ def load(
             tensors, modules, optimizers, other objects with ``load_state_dict``, and plain values. Each rank
             may have its own.
 
-            Tensors, and those of modules, are filled in place as bytes arrive; a DTensor gets its shards, and
-            tied tensors stay tied. Meta tensors are replaced by real ones on `device`; buffers on the meta
-            device that no checkpoint holds (``persistent=False``) are an error. If the load fails while data
-            move, the contents of the tensors are undefined (see `LoadOptions.atomic`). A read that storage
-            has not answered by then, which the error and a warning report, may still write to them.
+            Tensors, and those of modules, are filled in place as bytes arrive; a DTensor or `Shard` gets its
+            part, and tied tensors stay tied. Meta tensors are replaced by real ones on `device`; buffers on
+            the meta device that no checkpoint holds (``persistent=False``) are an error. If the load fails
+            while data move, the contents of the tensors are undefined (see `LoadOptions.atomic`). A read that
+            storage has not answered by then, which the error and a warning report, may still write to them.
 
             Everything else is untouched until all ranks have all bytes, verified. Then modules get extra
             state and hooks as by their ``load_state_dict`` (hooks before it have run once already, without
@@ -215,10 +215,10 @@ def save(
 ) -> SaveReport:
     """Saves the replicated or sharded state of all ranks of a group; together they write every byte once.
 
-    A call of all ranks, with equal states and each rank's shards of DTensors. If any rank has DTensors, or
-    with `SaveOptions.parts`, ranks may have different parts of the state, which are merged by key. When it
-    returns, the checkpoint exists and is durable. When it raises, it raises on all ranks, and `path` is
-    unchanged; only if a rank dies in the last step, after publishing, the new checkpoint may exist.
+    A call of all ranks, with equal states and each rank's shards of DTensors. If any rank has DTensors or a
+    `Shard`, or with `SaveOptions.parts`, ranks may have different parts of the state, which are merged by
+    key. When it returns, the checkpoint exists and is durable. When it raises, it raises on all ranks, and
+    `path` is unchanged; only if a rank dies in the last step, after publishing, the new checkpoint may exist.
 
     Args:
         state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays, plain values, and objects with

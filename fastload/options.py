@@ -435,7 +435,7 @@ class SaveOptions(Options):
         snapshot: Of saves in the background: ``block`` copies the state before the call returns, ``overlap``
             during the next forward and backward pass; see `SaveHandle.wait_snapshot`.
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
-            merged by key. Needed only if no rank has a DTensor.
+            merged by key. Needed only if no rank has a DTensor or a `Shard`.
         base: An existing checkpoint. Only the elements that differ from it are written; see docs/deltas.md.
             None writes everything.
         bases: As in `LoadOptions`, if `base` is a delta itself.

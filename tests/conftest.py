@@ -39,6 +39,7 @@ settings.register_profile("fewer", settings.get_profile("all"), max_examples=25)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
     parser.addoption("--engines", action="store_true", help="run the tests marked engines, too")
+    parser.addoption("--megatron", action="store_true", help="run the tests marked megatron, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,11 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("one_gpu")
     if not any("::" in argument for argument in config.args):
         _check_exceptions(items)
-    for name, is_left_out in (("slow", _is_slow), ("engines", _needs_an_engine)):
+    for name in ("slow", "engines", "megatron"):
         if not config.getoption(f"--{name}"):
-            left_out = [item for item in items if is_left_out(item)]
+            left_out = [item for item in items if _is_left_out(item, name)]
             config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not is_left_out(item)]
+            items[:] = [item for item in items if not _is_left_out(item, name)]
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
 
 
@@ -89,8 +90,9 @@ def _check_exceptions(items: list[pytest.Item]) -> None:
         raise pytest.UsageError("no parameters have what marks make exceptions for: " + "; ".join(wrong))
 
 
-def _needs_an_engine(item: pytest.Item) -> bool:
-    return item.get_closest_marker("engines") is not None
+def _is_left_out(item: pytest.Item, marker: str) -> bool:
+    """Whether it does not run without the option of a marker."""
+    return _is_slow(item) if marker == "slow" else item.get_closest_marker(marker) is not None
 
 
 def pytest_collection_finish() -> None:
@@ -110,6 +112,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a C++ compiler, which builds the emulated accelerator")
     if item.get_closest_marker("engines") and importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM: ./scripts/test --engines installs and uses it")
+    if item.get_closest_marker("megatron") and importlib.util.find_spec("megatron") is None:
+        pytest.skip("needs Megatron Core: ./scripts/test --megatron installs and uses it")
     if item.get_closest_marker("lab") and not _has_lab():
         pytest.skip("needs root, network namespaces and the ip command")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class SaveCall:
         names: The names of files, and which ones may be replaced.
         transform: Plans what is written in place of the complete state; None to write that.
         stem: First part of the names of the files; of another one than ``model`` there is one file.
+        small_files: Names and contents of files of the caller that are published with the checkpoint.
         problem: Why this rank cannot save, found by a caller that had to come here all the same. All ranks
             raise it, as any error of the state.
         step: Its step in a training; None if it is not of one.
@@ -68,6 +69,7 @@ class SaveCall:
     names: Names = NAMES
     transform: PlanTransform | None = None
     stem: str = MODEL_STEM
+    small_files: Sequence[tuple[str, bytes]] = ()
     problem: Exception | None = None
     step: int | None = None
     tier: str = "storage"
@@ -120,6 +122,7 @@ def make_call(
     names: Names = NAMES,
     find_base: Callable[[], Location | None] | None = None,
     stem: str = MODEL_STEM,
+    small_files: Sequence[tuple[str, bytes]] = (),
     step: int | None = None,
 ) -> SaveCall:
     """Meets the other ranks for a save.
@@ -156,6 +159,7 @@ def make_call(
         names=names,
         transform=transform,
         stem=stem,
+        small_files=small_files,
         problem=problem,
         step=step,
     )

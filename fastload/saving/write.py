@@ -499,7 +499,8 @@ def commit(
         delta=delta,
         strides={**agreed.strides, **own.strides},
     )
-    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
+    small_files = [*call.small_files]
+    small_files += [(INDEX_NAME, layout.index)] if layout.index is not None else []
     small_files += zip((file.name for file in own.files), own.contents, strict=True)
     small_files.append((RECORD_NAME, record.to_bytes()))
     target.publish([each.written for each in receipts], small_files)

@@ -29,7 +29,6 @@ _TREE = click.Path(exists=True, path_type=Path)
 _TESTS = {"dcp": "test/distributed/checkpoint", "safetensors": "bindings/python/tests"}
 _DIFFERENCES = {  # those of docs/integrations/dcp.md and docs/format.md
     "dcp": {
-        r"of sharded tensors only DTensors are kept": "ShardedTensors of FSDP1 can be loaded, and not saved",
         r"nothing is pickled": "values that would be pickled are refused",
         r"not derived from DefaultSavePlanner": "planners of saves derive from DefaultSavePlanner",
     },

@@ -225,6 +225,17 @@ class Readme:
         fastload.load(self.folder / "step_300", into={"model": again}, strict=False)
         self.check(again)
 
+    def saves_what_is_cut_by_hand(self, names: Names, run: Callable[[], None]) -> None:
+        rank = dist.get_rank()
+        names |= {"rank": rank, "step": 350, "weight": torch.full((512, 512), float(rank))}
+        run()
+        found = fastload.load(self.folder / "step_350")
+        assert found["step"] == 350
+        assert torch.equal(
+            found["weight"], torch.arange(2.0).repeat_interleave(512)[:, None].expand(1024, 512)
+        )
+        assert torch.equal(names["weight"], torch.full((512, 512), float(rank)))
+
     def exports(self, names: Names, run: Callable[[], None]) -> None:
         spool = self.folder / "tmp"
         spool.mkdir(exist_ok=True)
@@ -365,6 +376,7 @@ CASES: dict[str, str] = {
     "Saving 1": "saves_and_waits",
     "Copy the state under the next step 1": "saves_under_the_next_step",
     "Sharded states 1": "saves_shards",
+    "Shards that you cut yourself 1": "saves_what_is_cut_by_hand",
     "Tensors that come one by one 1": "exports",
     "Training: stop and resume 1": "trains_briefly",
     "Policies of your own 1": "follows_policies",

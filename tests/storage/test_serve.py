@@ -292,7 +292,7 @@ def test_a_token_is_asked_for_everything(saved: Path, tmp_path: Path) -> None:
         headers = {"Authorization": "Bearer word"}
         loaded = fastload.load(server.url, storage_options={"default_headers": headers})
         assert torch.equal(loaded["a"], STATE["a"])
-        with pytest.raises(fastload.StorageError, match="default_headers.*Bearer WORD"):
+        with pytest.raises(fastload.StorageError, match=r"default_headers.*Bearer WORD"):
             fastload.load(server.url)
         assert ask(server, "/", Authorization="Bearer word")[0] == 200
         assert ask(server, "/none", Authorization="Bearer word")[0] == 404

@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # The frameworks that integrations and fastload.testing are for: who uses one has it.
-FRAMEWORKS = {*"accelerate lightning peft pytest sglang torchft torchtitan transformers vllm".split()}
+FRAMEWORKS = {
+    *"accelerate lightning megatron peft pytest sglang torchft torchtitan transformers vllm".split()
+}
 COMES_WITH = {
     "botocore": "boto3",
     "lightning_utilities": "lightning",

@@ -47,6 +47,7 @@ FILES = {
     "integrations/engines.py",  # what is a path, and not a name
     "integrations/frameworks.py",
     "integrations/lightning.py",  # links to checkpoints
+    "integrations/megatron.py",  # what Megatron has begun
     "integrations/peft.py",
     "integrations/torchft.py",  # what it serves
     "integrations/trainer.py",

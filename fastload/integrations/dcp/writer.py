@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -39,16 +39,18 @@ from fastload.saving.call import make_call
 from fastload.storage.process import warn_once
 
 _log = logging.getLogger(__name__)
+_PLAIN = (Tensor, nn.Parameter)
 
 _FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
 
 
-def _own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+def own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+    """Returns the files of a directory that fastload or torch.distributed.checkpoint has written."""
     return own_names(there, lists) if lists else set(filter(_FILE_OF_DCP.fullmatch, there))
 
 
 # A save replaces checkpoints of torch.distributed.checkpoint, too.
-_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=_own_names)
+_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=own_names_or_dcp)
 
 
 @short_tracebacks
@@ -232,11 +234,17 @@ def _planned_state(planner: SavePlanner, local: SavePlan, final: SavePlan) -> _P
     if overrides(planner, DefaultSavePlanner, "create_local_plan"):
         planned = set(names)
         flat = {name: value for name, value in flat.items() if name in planned}
-        _require_uncut(planner, items)
     resolves = overrides(planner, DefaultSavePlanner, "resolve_data", "lookup_object", "transform_object")
+    by_name: dict[str, list[WriteItem]] = defaultdict(list)
     for item in items:
-        if resolves or item.index.fqn not in flat:
-            flat[item.index.fqn] = _resolved(planner, item, planner.state_dict.get(item.index.fqn))
+        by_name[item.index.fqn].append(item)
+    for name, of_name in by_name.items():
+        if _is_cut(planner, name, of_name):
+            flat[name] = _shard_of(planner, of_name)
+        elif resolves or name not in flat:
+            flat[name] = _resolved(planner, of_name[-1], planner.state_dict.get(name))
+    for name in [name for name, value in flat.items() if hasattr(value, "local_shards")]:
+        del flat[name]  # it has no shard on this rank
     if not overrides(planner, DefaultSavePlanner, *_CENTRAL_PLANNING):
         return _PlannedState(planner, names, flat, None)
     known = {(item.index.fqn, *_write_cut(item)) for item in items}
@@ -256,22 +264,26 @@ def _local_items(planner: DefaultSavePlanner, local: SavePlan) -> Sequence[Write
     return planner._cached_save_plan[planner._cached_plans_key].items
 
 
-def _require_uncut(planner: DefaultSavePlanner, items: Sequence[WriteItem]) -> None:
-    """Raises if a plan cuts something in another way than the state does."""
-    cuts: dict[str, set[Cut]] = defaultdict(set)
+def _is_cut(planner: DefaultSavePlanner, name: str, items: Sequence[WriteItem]) -> bool:
+    """Whether a planner writes boxes of a tensor other than a DTensor has, or of one that is no DTensor."""
+    value = planner.state_dict.get(name)
+    if isinstance(value, Tensor) and (is_dtensor(value) or type(value) in _PLAIN):
+        if not overrides(planner, DefaultSavePlanner, "create_local_plan"):
+            return False
+        default = create_default_local_save_plan({name: value}, False).items
+        return set(map(_write_cut, items)) != set(map(_write_cut, default))
+    return any(item.type == WriteItemType.SHARD for item in items)
+
+
+def _shard_of(planner: DefaultSavePlanner, items: Sequence[WriteItem]) -> fastload.Shard:
+    """Returns the boxes of a tensor that a planner writes."""
+    boxes = []
     for item in items:
-        cuts[item.index.fqn].add(_write_cut(item))
-    for name, planned in cuts.items():
-        if name in planner.state_dict:
-            default = create_default_local_save_plan({name: planner.state_dict[name]}, False).items
-            is_uncut = planned == set(map(_write_cut, default))
-        else:
-            is_uncut = all(kind != WriteItemType.SHARD and sizes == full for kind, _, sizes, full in planned)
-        if not is_uncut:
-            raise OptionError(
-                f"{name}: planner={type(planner).__name__} cuts it otherwise than the state does, and Writer "
-                "saves what each rank holds: make it a DTensor, or save it whole"
-            )
+        data = item.tensor_data
+        assert data is not None, "the planner's interface requires it"
+        box = fastload.Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        boxes.append((box, planner.resolve_data(item)))
+    return fastload.Shard.of_boxes(boxes, data.size)
 
 
 def _write_cut(item: WriteItem) -> Cut:
@@ -297,9 +309,6 @@ def _resolved(planner: SavePlanner, item: WriteItem, value: Any) -> Any:
     assert isinstance(data, Tensor), "the planner's interface requires it"
     if isinstance(value, Tensor) and is_dtensor(value):
         return with_local(value, data, value.shape)
-    if item.type == WriteItemType.SHARD:
-        kind = type(value).__name__
-        raise OptionError(f"{name} is a {kind}: of sharded tensors DTensor only is known")
     return data
 
 

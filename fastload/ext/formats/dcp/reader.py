@@ -148,7 +148,9 @@ def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str
 
 
 def _without_class(value: Any) -> Any:
-    """Returns the bytes of a `BytesIO`, marked; any other value as it is."""
+    """Returns the bytes of a `BytesIO`, also in a list, as Megatron has them, marked; others as they are."""
+    if type(value) is list:
+        return list(map(_without_class, value))
     is_file = type(value) is PickledCall and value.what == _BYTES_IO and not value.args
     if not is_file or type(value.state) is not tuple or not value.state:
         return value
