@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError, first_lines
+from fastload.formats.codecs import encode_with_extensions
 from fastload.formats.dtypes import NAMES
 from fastload.formats.state import OWN_PREFIX, PerRank, leaves, own_prefix
 from fastload.formats.values import (
@@ -184,7 +185,7 @@ class StateEncoder:
                 return self._per_rank(value, prefix, key)
             if is_stateful(value):
                 return self.value(self._objects.state_dict_of(value), prefix, key)
-            return self._refuse(_name(value), _why_not_kept(value))
+            return self._coded(value, tensor_name(prefix, key))
 
     def changes(self) -> tuple[frozenset[str], Mapping[int, Tensor]]:
         """Returns `StateEncoding.uncounted` and `StateEncoding.shards`."""
@@ -201,6 +202,18 @@ class StateEncoder:
         if self.own is None:
             self.own = PerRankEncoder(self._rank, self.problems, self._path, self._open)
         return self.own.place(value.value, prefix, key)
+
+    def _coded(self, value: Any, name: str) -> Any:
+        try:
+            encoded = encode_with_extensions(value)
+        except NotPlain as error:
+            return self._refuse(_name(value), str(error))
+        if encoded is None:
+            return self._refuse(_name(value), _why_not_kept(value))
+        codec, header, parts = encoded
+        tensors = (part for part in parts.values() if type(part) is Tensor)
+        self._objects.uncounted.update(map(_address, tensors))  # torch counts changes of the value only
+        return {"coded": [codec, header, self._container(dict(parts), name)["dict"]]}
 
     # Containers
 

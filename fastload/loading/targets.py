@@ -657,7 +657,8 @@ def identity(tensor: Tensor) -> object:
         local = local_of(tensor)
         address = local.untyped_storage()._cdata, local.storage_offset()
         return (*address, tuple(local.shape), local.stride(), tuple(tensor.shape))
-    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided:
+    is_strided = tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__")
+    if tensor.is_meta or tensor.numel() == 0 or not is_strided:
         return id(tensor)
     return (
         tensor.untyped_storage().data_ptr(),
