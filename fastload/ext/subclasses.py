@@ -7,10 +7,11 @@ loaded by a closed list only, which `allow` extends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
 from fastload.formats.values import NotPlain, Unknown, decode_value, encode_value, list_of, show_key
+from fastload.geometry.box import row_major
+from fastload.geometry.dtensors import is_dtensor, local_of, local_parts, with_local
 
 _HOW = "fastload.ext.subclasses.allow(…) adds a class to the list"
 
@@ -53,6 +56,13 @@ _allowed: dict[str, str | type] = {
     "torchao.ScaleCalculationMode": f"{_MX}.config",
 }
 
+# The inner tensors that all shards of a tensor have, and the classes with their own size in their context.
+_REPLICATED = {"torchao.OptimState4bit": ("qmap",), "torchao.OptimState8bit": ("qmap",)}
+_WITH_SIZE = {"torchao.OptimState4bit"}
+
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "Size": torch.Size}
+_LOCAL = "_local_tensor"
+
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -85,24 +95,38 @@ class _TensorSubclasses:
     """A `ValueCodec`."""
 
     def encode(self, value: Any) -> tuple[Any, Mapping[str, Any]] | None:
-        if not is_traceable_wrapper_subclass(value) or value.is_nested:
+        is_sharded = isinstance(value, Tensor) and is_dtensor(value)
+        local = getattr(value, _LOCAL) if is_sharded else value  # as it is: `detach` may make another one
+        if not is_traceable_wrapper_subclass(local) or local.is_nested:
             return None
-        names, context = value.__tensor_flatten__()
+        found = _name_on_list(type(local))
+        names, context = local.__tensor_flatten__()
+        parts = {name: getattr(local, name) for name in names}
+        if is_sharded:
+            parts = {name: _as_shard(value, local, part, found, name) for name, part in parts.items()}
         kind = "Parameter" if isinstance(value, nn.Parameter) else "Tensor"
         header = {
-            "class": _name_on_list(type(value)),
-            "context": _encode(context),
+            "class": found,
+            "context": _encode(context, local.shape, found),
             "size": list(value.shape),
             "stride": list(value.stride()),
             "kind": f"{kind}+grad" if value.requires_grad else kind,
         }
-        return header, {name: getattr(value, name) for name in names}
+        return header, parts
 
     def decode(self, header: Any, parts: Mapping[str, Any]) -> Any:
         try:
             found = _class_of(header["class"], Tensor)
             size, stride = torch.Size(_sizes(header["size"])), _sizes(header["stride"])
-            tensor = found.__tensor_unflatten__(parts, _decode(header["context"]), size, stride)
+            sharded = next((part for part in parts.values() if is_dtensor(part)), None)
+            if sharded is None:
+                tensor = found.__tensor_unflatten__(parts, _decode(header["context"], size), size, stride)
+            else:
+                here = torch.Size(_size_of_shard(size, sharded))
+                locals_ = {name: local_of(part) for name, part in parts.items()}
+                context = _decode(header["context"], here)
+                local = found.__tensor_unflatten__(locals_, context, here, row_major(here))
+                tensor = _with_shard(sharded, local, size, stride)
             kind, _, grad = header["kind"].partition("+")
             if kind == "Parameter":
                 return nn.Parameter(tensor, requires_grad=bool(grad))
@@ -111,6 +135,18 @@ class _TensorSubclasses:
             raise
         except Exception as error:  # of any type, with parts and a context that do not fit the class
             raise ValueError(f"{show_key(header)}: {type(error).__name__}: {error}") from None
+
+    def shards(self, header: Any, shapes: Mapping[str, Sequence[int]], like: Tensor) -> Mapping[str, Tensor]:
+        if type(header) is not dict or header.get("size") != list(like.shape):
+            return {}
+        local, found = local_of(like), {}
+        for name, shape in shapes.items():
+            if (size := _scaled(shape, like.shape, local.shape, like)) and not _is_whole(
+                header.get("class"), name, shape
+            ):
+                stand_in = torch.empty((), device=local.device).expand(size)
+                found[name] = with_local(like, stand_in, shape)
+        return found
 
     def parts(self, value: Any, header: Any) -> Mapping[str, Any] | None:
         encoded = self.encode(value)
@@ -172,31 +208,110 @@ def _sizes(node: Any) -> tuple[int, ...]:
     return tuple(node)
 
 
+# Shards: each inner tensor is cut as the outer one is
+
+
+def _is_whole(found: Any, name: str, shape: Sequence[int]) -> bool:
+    """Whether each shard of a tensor has the same inner tensor."""
+    return name in _REPLICATED.get(found, ()) or prod(shape) == 1
+
+
+def _cut_dims(tensor: Any) -> set[int]:
+    return {placement.dim for placement in tensor.placements if not placement.is_replicate()}
+
+
+def _scaled(
+    shape: Sequence[int], outer: Sequence[int], other: Sequence[int], sharded: Tensor
+) -> list[int] | None:
+    """Returns the shape of an inner tensor when the outer one has another shape; None if that is unknown.
+
+    An inner tensor has the dimensions along which the outer one is cut. Or it has one dimension, for blocks
+    of the elements of the outer one, which is cut along its first dimension.
+
+    Args:
+        shape: Shape of the inner tensor, with
+        outer: the shape of the outer one.
+        other: The other shape of the outer one, such as that of a shard.
+        sharded: The outer one, or one with its placements.
+    """
+    dims = _cut_dims(sharded)
+    if len(shape) > max(dims, default=-1) and all(shape[dim] == outer[dim] for dim in dims):
+        return [other[dim] if dim in dims else size for dim, size in enumerate(shape)]
+    if dims == {0} and len(shape) == 1 and prod(outer) and not (prod(other) * shape[0]) % prod(outer):
+        return [prod(other) * shape[0] // prod(outer)]
+    return None
+
+
+def _as_shard(value: Any, local: Tensor, part: Tensor, found: str, name: str) -> Tensor:
+    """Returns a DTensor whose shard is an inner tensor of the shard of another one.
+
+    Raises:
+        NotPlain: It is unknown how the inner tensor is cut.
+    """
+    if _is_whole(found, name, part.shape):
+        return part
+    shape = _scaled(part.shape, local.shape, value.shape, value)
+    if shape is not None:
+        sharded: Tensor = with_local(value, part, shape)
+        if local_parts(sharded):
+            return sharded
+    raise NotPlain(
+        f"its inner tensor {name} of shape {list(part.shape)} is not cut as the shard {list(local.shape)} of "
+        f"{list(value.shape)} is: shard it evenly, along its first dimension"
+    )
+
+
+def _size_of_shard(size: Sequence[int], part: Tensor) -> list[int]:
+    """Returns the shape of the shard of an outer tensor, given an inner one as a DTensor."""
+    local, dims = local_of(part), _cut_dims(part)
+    if part.dim() > max(dims, default=-1) and all(part.shape[dim] == size[dim] for dim in dims):
+        return [local.shape[dim] if dim in dims else each for dim, each in enumerate(size)]
+    return [size[0] * local.numel() // part.numel(), *size[1:]]
+
+
+def _with_shard(like: Any, local: Tensor, size: torch.Size, stride: Sequence[int]) -> Any:
+    """Returns a DTensor of a shard, which `DTensor.from_local` would replace by a view."""
+    stand_in = with_local(
+        like, torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape), size
+    )
+    names, context = stand_in.__tensor_flatten__()
+    inner = {name: getattr(stand_in, name) for name in names}
+    return type(like).__tensor_unflatten__({**inner, _LOCAL: local}, context, size, stride)
+
+
 # Contexts: plain values, in lists, tuples and dicts, with enums and records
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any, size: torch.Size, found: str) -> Any:
+    """Encodes a context, in which the size of the tensor stands for that of any shard of it."""
     kind = type(value)
+    has_size = kind is torch.Size or (found in _WITH_SIZE and kind in _SEQUENCES.values())
+    if has_size and tuple(value) == size:
+        return {"size": kind.__name__}
     if kind is list or kind is tuple:
-        return {kind.__name__: [_encode(member) for member in value]}
+        return {kind.__name__: [_encode(member, size, found) for member in value]}
     if kind is dict:
-        return {"dict": [[_encode(key), _encode(member)] for key, member in value.items()]}
+        items = value.items()
+        return {"dict": [[_encode(key, size, found), _encode(member, size, found)] for key, member in items]}
     if isinstance(value, Enum):
         return {"enum": [_name_on_list(kind), value.name]}
     if _is_record(kind):
         names = getattr(kind, "_fields", None) or [each.name for each in fields(value) if each.init]
-        return {"record": [_name_on_list(kind), [[name, _encode(getattr(value, name))] for name in names]]}
+        members = [[name, _encode(getattr(value, name), size, found)] for name in names]
+        return {"record": [_name_on_list(kind), members]}
     return encode_value(value)
 
 
-def _decode(node: Any) -> Any:
+def _decode(node: Any, size: torch.Size) -> Any:
     if type(node) is not dict or len(node) != 1:
         return decode_value(node)
     ((tag, payload),) = node.items()
+    if tag == "size":
+        return _SEQUENCES[payload](size)
     if tag in ("list", "tuple"):
-        return (list if tag == "list" else tuple)(map(_decode, list_of(payload)))
+        return _SEQUENCES[tag](_decode(member, size) for member in list_of(payload))
     if tag == "dict":
-        return {_decode(key): _decode(member) for key, member in list_of(payload)}
+        return {_decode(key, size): _decode(member, size) for key, member in list_of(payload)}
     if tag == "enum":
         name, member = list_of(payload)
         return _class_of(name, Enum).__members__[member]
@@ -205,5 +320,5 @@ def _decode(node: Any) -> Any:
         kind = _class_of(name, object)
         if not _is_record(kind):
             raise ValueError(f"{name} is no record")
-        return kind(**{field: _decode(member) for field, member in list_of(members)})
+        return kind(**{field: _decode(member, size) for field, member in list_of(members)})
     return decode_value(node)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from fastload.base.registry import extension, extensions
 from fastload.formats.values import list_of
@@ -26,10 +28,20 @@ class ValueCodec(Protocol):
 
         Args:
             header: The JSON; untrusted.
-            parts: The parts, with tensors that may be on the meta device.
+            parts: The parts, with tensors that may be on the meta device; with DTensors as `shards` gives.
 
         Raises:
             ValueError: It is malformed (also `TypeError`), or `Unknown`.
+        """
+        ...
+
+    def shards(self, header: Any, shapes: Mapping[str, Sequence[int]], like: Tensor) -> Mapping[str, Tensor]:
+        """Returns a DTensor, of any dtype, for each part that is sharded if the value is sharded as another.
+
+        Args:
+            header: The JSON; untrusted.
+            shapes: The shapes of the parts that are tensors.
+            like: A DTensor, whose placements the value is to have.
         """
         ...
 

@@ -204,14 +204,16 @@ class StateEncoder:
         return self.own.place(value.value, prefix, key)
 
     def _coded(self, value: Any, name: str) -> Any:
+        local = local_of(value) if isinstance(value, Tensor) else value
+        what = _name(value) if local is value else f"a DTensor whose local tensor is {_name(local)}"
         try:
             encoded = encode_with_extensions(value)
         except NotPlain as error:
-            return self._refuse(_name(value), str(error))
+            return self._refuse(what, str(error))
         if encoded is None:
-            return self._refuse(_name(value), _why_not_kept(value))
+            return self._refuse(what, _why_not_kept(local))
         codec, header, parts = encoded
-        tensors = (part for part in parts.values() if type(part) is Tensor)
+        tensors = (local_of(part) for part in parts.values() if isinstance(part, Tensor))
         self._objects.uncounted.update(map(_address, tensors))  # torch counts changes of the value only
         return {"coded": [codec, header, self._container(dict(parts), name)["dict"]]}
 
@@ -303,7 +305,7 @@ class StateEncoder:
     def _tensor(self, tensor: Tensor, name: str) -> Any:
         local = local_of(tensor)
         if type(local) not in (Tensor, Parameter):
-            return self._refuse(f"a DTensor whose local tensor is {_name(local)}", _why_not_kept(local))
+            return self._coded(tensor, name)
         why = _why_not_stored(tensor, local)
         if why is not None:
             return self._refuse(f"a {tensor.dtype} tensor", why)

@@ -738,12 +738,27 @@ def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[S
             continue
         own = states.get(parameter) if isinstance(states, Mapping) else None
         for what, (name, child) in (children(node) or {}).items():
-            saved = leaf(child, f"{prefix}{state_ending}.{ending}.{name}")
+            full = f"{prefix}{state_ending}.{ending}.{name}"
+            like = _like(parameter, own[what] if own and what in own else None, what)
+            if like is not None and (coded := coded_of(child)) is not None:
+                yield from _sharded_parts(coded, full, like, manifest)
+                continue
+            saved = leaf(child, full)
             if saved is None or saved.is_text or saved.kind == "ndarray":
                 continue
-            like = _like(parameter, own[what] if own and what in own else None, what)
             if like is not None and tuple(like.shape) == _shape(manifest, saved):
                 yield saved, like
+
+
+def _sharded_parts(
+    coded: CodedNode, name: str, like: Tensor, manifest: Manifest
+) -> Iterator[tuple[SavedTensor, Tensor]]:
+    parts = {part.name.removeprefix(f"{name}."): part for part in leaves({"dict": coded.items}, name)}
+    shapes = {
+        ending: shape for ending, part in parts.items() if (shape := _shape(manifest, part)) is not None
+    }
+    for ending, sharded in coded.extension.shards(coded.header, shapes, like).items():
+        yield parts[ending], sharded
 
 
 def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:

@@ -14,6 +14,8 @@ AO = Path(sys.prefix) / "ao"  # apart, for transformers and others change where 
 
 pytestmark = [
     pytest.mark.skipif(not AO.exists(), reason="torchao is not installed"),
+    pytest.mark.slow,  # tests/unit/test_subclasses.py has a class of its own
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),  # what it warns of is not ours to mend
 ]
 
@@ -28,9 +30,14 @@ def body(name: str) -> Any:
 
 
 def test_trainings_go_on_bit_for_bit(tmp_path: Path) -> None:
-    run_ranks(body("trains"), 2, folder=tmp_path)
+    run_ranks(body("trains"), 1, folder=tmp_path)
 
 
-@pytest.mark.slow
 def test_quantised_weights(tmp_path: Path) -> None:
     run_ranks(body("quantises"), 1, folder=tmp_path)
+
+
+def test_states_of_shards_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    run_ranks(body("saves_shards"), 2, folder=tmp_path)
+    for world in (2, 4, 1):
+        run_ranks(body("loads_shards"), world, folder=tmp_path)

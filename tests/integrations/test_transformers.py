@@ -156,8 +156,9 @@ def test_optimizers_that_it_cannot_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not AO.exists(), reason="torchao is not installed")
-@pytest.mark.parametrize("fsdp", [0], ids=["ddp"])
+@pytest.mark.parametrize("fsdp", [0, 2], ids=["ddp", "fsdp2"])
 def test_optimizers_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsdp: int) -> None:
     monkeypatch.syspath_prepend(AO)
     run_ranks(body("trains_with_torchao"), 2, tmp_path=tmp_path, fsdp=fsdp)

@@ -512,9 +512,12 @@ def trains_with_torchao(rank: int, world: int, tmp_path: Path, fsdp: int) -> Non
     ends = []
     for folder, stops in (("straight", [6]), ("stopped", [4, 6])):
         for stop in stops:
+            config = LlamaConfig(**{**SIZES, "hidden_size": 64}, **HEADS, tie_word_embeddings=not fsdp)
+            torch.manual_seed(0)
             trainer = trainer_of(
                 tmp_path / folder,
                 fsdp=fsdp,
+                model=LlamaForCausalLM(config),
                 optim="adamw_torch_8bit",
                 max_steps=stop,
                 lr_scheduler_type="constant",
