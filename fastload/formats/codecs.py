@@ -86,6 +86,13 @@ class CodedNode(NamedTuple):
         return found
 
 
+def has_coded(node: Any) -> bool:
+    """Whether a structure has values of extensions."""
+    if type(node) is list:
+        return any(map(has_coded, node))
+    return type(node) is dict and ("coded" in node or any(map(has_coded, node.values())))
+
+
 @cache
 def _codecs() -> Mapping[str, ValueCodec]:
     return {name: found.load() for name, found in extensions("codecs").items()}

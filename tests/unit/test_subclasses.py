@@ -112,6 +112,8 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     names = {entry.name for entry in fastload.inspect(tmp_path / "a").tensors}
     assert {"w.0.elements", "w.0.scale", "w.1.scale", "@rank0.own.x.elements"} < names
     assert "shared" not in names, "tied with w.0.scale"
+    record = json.loads((tmp_path / "a" / "fastload.json").read_text())
+    assert (record["version"], record["delta"], record["strides"]) == (4, None, {})
     found = fastload.load(tmp_path / "a")
     for got, wanted in zip(found["w"], state["w"], strict=True):
         assert isinstance(got, nn.Parameter) == isinstance(wanted, nn.Parameter)
