@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 EXTENSIONS: Mapping[str, Mapping[str, str]] = {
+    "codecs": {  # kinds of values
+        "subclass": "fastload.ext.subclasses:codec",
+    },
     "commands": {
         "cadence": "fastload.planning.commands.cadence:cadence",
         "convert": "fastload.ext.formats.convert:convert",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastload.base.memory import host_view, uncollected
+from fastload.formats.codecs import CodedNode
 from fastload.formats.state import NO_VALUE, RegroupedNode, SavedTensor, leaf_of, read_keys, structure_error
 from fastload.formats.untrusted import parse_value
 from fastload.formats.values import (
@@ -91,6 +92,11 @@ class StateDecoder:
             if node == NO_VALUE:
                 return self._gap
             ((tag, payload),) = node.items()
+            if tag == "coded":
+                coded = CodedNode.of(payload)
+                return coded.extension.decode(
+                    coded.header, self._container(_CONTAINERS["dict"], coded.items, name)
+                )
             if tag in _CONTAINERS:
                 return self._container(_CONTAINERS[tag], payload, name)
         return decode_value(node)

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError, first_lines
+from fastload.formats.codecs import encode_with_extensions
 from fastload.formats.dtypes import NAMES
 from fastload.formats.state import OWN_PREFIX, PerRank, leaves, own_prefix
 from fastload.formats.values import (
@@ -185,7 +186,7 @@ class StateEncoder:
                 return self._per_rank(value, prefix, key)
             if is_stateful(value):
                 return self.value(self._objects.state_dict_of(value), prefix, key)
-            return self._refuse(_name(value), _why_not_kept(value))
+            return self._coded(value, tensor_name(prefix, key))
 
     def changes(self) -> tuple[frozenset[str], Mapping[int, Tensor]]:
         """Returns `StateEncoding.uncounted` and `StateEncoding.shards`."""
@@ -202,6 +203,20 @@ class StateEncoder:
         if self.own is None:
             self.own = PerRankEncoder(self._rank, self.problems, self._path, self._open)
         return self.own.place(value.value, prefix, key)
+
+    def _coded(self, value: Any, name: str) -> Any:
+        local = local_of(value) if isinstance(value, Tensor) else value
+        what = _name(value) if local is value else f"a DTensor whose local tensor is {_name(local)}"
+        try:
+            encoded = encode_with_extensions(value)
+        except NotPlain as error:
+            return self._refuse(what, str(error))
+        if encoded is None:
+            return self._refuse(what, _why_not_kept(local))
+        codec, header, parts = encoded
+        tensors = (local_of(part) for part in parts.values() if isinstance(part, Tensor))
+        self._objects.uncounted.update(map(_address, tensors))  # torch counts changes of the value only
+        return {"coded": [codec, header, self._container(dict(parts), name)["dict"]]}
 
     # Containers
 
@@ -293,7 +308,7 @@ class StateEncoder:
             return self._shard(tensor, name)
         local = local_of(tensor)
         if type(local) not in (Tensor, Parameter):
-            return self._refuse(f"a DTensor whose local tensor is {_name(local)}", _why_not_kept(local))
+            return self._coded(tensor, name)
         why = _why_not_stored(tensor, local)
         if why is not None:
             return self._refuse(f"a {tensor.dtype} tensor", why)

@@ -25,6 +25,7 @@ from fastload.formats.reading import digest_of_file, read_bytes, read_limited, s
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
+from fastload.formats.codecs import has_coded
 from fastload.formats.untrusted import are_sizes, is_plain_path, is_size, parse_json, parse_metadata, show
 from fastload.geometry.box import is_dense
 from fastload.storage.base import Storage
@@ -33,7 +34,7 @@ MAX_RECORD_BYTES = 1 << 30
 
 _FORMAT = "fastload"
 _VERSION, _DELTA_VERSION = 1, 2  # of a complete checkpoint, and of a delta
-_STRIDES_VERSION = 3  # of either, with strides
+_STRIDES_VERSION, _CODED_VERSION = 3, 4  # of either, with strides, and with values of extensions
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_DELTAS = 1000
 _KEYS = {"block_bytes", "files", "format", "metadata", "state", "version"}
@@ -119,8 +120,10 @@ class Record:
         }
         if self.delta is not None:
             body["delta"] = {**self.delta._asdict(), "checksums": dict(self.delta.checksums)}
-        if self.strides:
-            body = {"delta": None, **body, "version": _STRIDES_VERSION, "strides": dict(self.strides)}
+        is_coded = has_coded(self.state)
+        if self.strides or is_coded:
+            version = _CODED_VERSION if is_coded else _STRIDES_VERSION
+            body = {"delta": None, **body, "version": version, "strides": dict(self.strides)}
         return checked_text(body)
 
 
@@ -137,7 +140,8 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
         ManifestError: It is malformed.
         ChecksumError: It is damaged.
     """
-    keys = {_VERSION: _KEYS, _DELTA_VERSION: _DELTA_KEYS, _STRIDES_VERSION: _STRIDES_KEYS}
+    keys = {_VERSION: _KEYS, _DELTA_VERSION: _DELTA_KEYS}
+    keys |= dict.fromkeys((_STRIDES_VERSION, _CODED_VERSION), _STRIDES_KEYS)
     raw = parse_checked(data, url, "commit record", _FORMAT, keys)
     if type(raw["files"]) is not list:
         raise ManifestError(f"{url}: files is not a list but {show(raw['files'])}")

@@ -13,6 +13,7 @@
 ``{}``                                       the tensor that is named by its path
 ``{"tensor": [name, kind, dtype]}``          any other; nulls at the end are left out. A null name is the
                                              path's; the dtype says what the stored one stands for
+``{"coded": [extension, header, items]}``     a value of an extension, see `fastload.formats.codecs`
 ``{"PerRank": [name, [node, …]]}``           one node for each rank, see `PerRank`
 ``{"refused": [text]}``                      what cannot be loaded, of a state that fastload did not save
 other tags                                   plain values, see `fastload.formats.values`
@@ -47,6 +48,7 @@ from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
 from fastload.errors import FastloadError, ManifestError, MismatchError, UnsupportedVersion, first_lines
+from fastload.formats.codecs import CodedNode
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.values import (
     BARE_NAME,
@@ -66,6 +68,7 @@ NO_VALUE: dict[str, Any] = {"PerRank": []}
 """The node of a place that has no value for this rank."""
 
 _DICTS = ("dict", "OrderedDict", "Counter")
+_ITEMS_AT = {"state_dict": 0, "defaultdict": 1, "coded": 2}
 _KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray", "json"})
 _NUM_NAMES = 2  # a list of the tensors, and the walk that makes the state
 _NUMBER_CHARS = 24  # more than most numbers take
@@ -198,7 +201,7 @@ def checked(function: _Function) -> _Function:
 
 @checked
 def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
-    """Returns the keys of a dict, a list or a tuple, each with its part of the name and its node; else None.
+    """Returns the keys of a container, each with its part of the name and its node; else None.
 
     Raises:
         ManifestError: It is malformed.
@@ -210,12 +213,23 @@ def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
     ((tag, payload),) = node.items()
     if tag == "tuple":
         return children(list_of(payload))
-    if tag in ("state_dict", "defaultdict"):
-        payload = list_of(payload)[tag == "defaultdict"]
+    if tag in _ITEMS_AT:
+        payload = list_of(payload)[_ITEMS_AT[tag]]
     elif tag not in _DICTS:
         return None
     keys = read_keys(list_of(payload)[::2])
     return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
+
+
+@checked
+def coded_of(node: Any) -> CodedNode | None:
+    """Returns the node of a value of an extension; None for other nodes.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    is_coded = type(node) is dict and node.keys() == {"coded"}
+    return CodedNode.of(node["coded"]) if is_coded else None
 
 
 def dict_node(nodes: Mapping[Any, Any]) -> Any:
@@ -360,7 +374,7 @@ def _charge_names(node: Any, num_prefix_chars: int, budget: MemoryBudget) -> Non
         _charge_names(payload, num_prefix_chars, budget)
     elif tag in _DICTS:
         _charge_items(payload, num_prefix_chars, budget)
-    elif tag in ("state_dict", "defaultdict"):
+    elif tag in _ITEMS_AT:
         for part in payload:
             if type(part) is list:
                 _charge_items(part, num_prefix_chars, budget)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -99,11 +99,7 @@ def unsupported_tensors(model: nn.Module) -> str:
     Returns:
         The names, joined by commas. Lazy tensors do not count: they may become plain ones.
     """
-    return _other_classes(tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
-
-
-def _other_classes(tensors: Iterable[Tensor]) -> str:
-    """Names the classes of tensors, or of their shards, that are not torch's own."""
+    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
     kinds = {type(local_of(tensor)) for tensor in tensors} - {*_PLAIN}
     return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
 
@@ -134,7 +130,7 @@ def step_of_all(
 
 
 def require_storable_states(optimizers: Iterable[Any]) -> None:
-    """Raises if the states of optimizers cannot be saved, such as 8-bit ones.
+    """Raises if the states of optimizers cannot be saved.
 
     Optimizers of torchao are asked before the first step. Others are checked right after it, when they have
     made their states.
@@ -144,13 +140,9 @@ def require_storable_states(optimizers: Iterable[Any]) -> None:
     """
     for optimizer in optimizers:
         states = list(getattr(optimizer, "state", {}).values())
-        if states:
-            _require_storable(optimizer, states)
-            continue
-        classes = _other_classes(_future_states(optimizer))
-        if classes:
-            raise _unsupported(optimizer, f"its states are {classes}")
-        if isinstance(optimizer, torch.optim.Optimizer):
+        for each in states or _future_states(optimizer):
+            _require_storable(optimizer, each)
+        if not states and isinstance(optimizer, torch.optim.Optimizer):
             _check_after_first_step(optimizer)
 
 
@@ -161,23 +153,18 @@ def _check_after_first_step(optimizer: torch.optim.Optimizer) -> None:
         nonlocal is_checked
         if stepped.state and not is_checked:
             is_checked = True
-            _require_storable(stepped, list(stepped.state.values()))
+            for each in stepped.state.values():
+                _require_storable(stepped, each)
 
     optimizer.register_step_post_hook(check)
 
 
-def _require_storable(optimizer: Any, states: Sequence[Any]) -> None:
+def _require_storable(optimizer: Any, state: Any) -> None:
     try:
-        encode_state(states)
+        encode_state(state)
     except OptionError as error:
-        raise _unsupported(optimizer, str(error)) from None
-
-
-def _unsupported(optimizer: Any, why: str) -> OptionError:
-    kind = type(optimizer)
-    return OptionError(
-        f"fastload cannot save a training with the optimizer {kind.__module__}.{kind.__qualname__}: {why}"
-    )
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise OptionError(f"fastload cannot save a training with the optimizer {name}: {error}") from None
 
 
 def _future_states(optimizer: Any) -> Iterator[Tensor]:

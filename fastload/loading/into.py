@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import MismatchError, OptionError
+from fastload.formats.codecs import CodedNode
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
@@ -29,6 +30,7 @@ from fastload.formats.state import (
     RegroupedNode,
     SavedTensor,
     children,
+    coded_of,
     has_gap,
     leaf,
     leaves,
@@ -502,11 +504,22 @@ class _Walk:
         if node is _ABSENT:
             self.differences.unmatched.append((name, target))
             return
+        if (coded := coded_of(node)) is not None:
+            self._coded(target, coded, name)
+            return
         saved = leaf(node, name)
         if saved is None or saved.is_text:
             self.differences.mismatched.append(f"{name}: into= has a tensor, the checkpoint {_what(node)}")
         else:
             self.pairs.tensors.append((saved, target))
+
+    def _coded(self, target: TensorSlot, coded: CodedNode, name: str) -> None:
+        parts = coded.extension.parts(target.tensor, coded.header)
+        if parts is None or target.tensor.is_meta:
+            kind = f"{type(target.tensor).__name__} on {target.tensor.device.type}"
+            self.differences.mismatched.append(f"{name}: into= has a {kind}, the checkpoint {coded.header}")
+        else:
+            self._container(parts, children({"dict": coded.items}) or {}, name, name)
 
     def _module(self, module: nn.Module, node: Any, name: str, where: str) -> None:
         if node is _ABSENT:
@@ -538,13 +551,16 @@ class _Walk:
         found = fit(
             module,
             own,
-            {local: isinstance(one, SavedTensor) for local, one in saved.items()},
+            {local: isinstance(one, SavedTensor) or bool(coded_of(one.node)) for local, one in saved.items()},
             lambda local: SavedValue.of(saved[local]).build_on_meta(self._manifest),
             {} if metadata is None else metadata.build(StateDecoder({})),
         )
         given: dict[str, TensorSlot | SavedValue] = {}
         for local, target in found.in_place.items():
-            self.pairs.tensors.append((saved[local], own[target]))  # type: ignore[arg-type]
+            if isinstance(one := saved[local], SavedTensor):
+                self.pairs.tensors.append((one, own[target]))
+            else:
+                self._coded(own[target], CodedNode.of(one.node["coded"]), one.name)
             given[local] = own[target]
         for local in found.fresh:
             given[local] = SavedValue.of(saved[local])
@@ -588,7 +604,7 @@ class _Walk:
                 self._add_unexpected(child, prefix + local)
             elif found is not None and not found.is_text:
                 saved[local] = found
-            elif local not in extra and children(child):
+            elif local not in extra and coded_of(child) is None and children(child):
                 self._flatten(child, prefix, f"{local}.", extra, saved)
             else:
                 saved[local] = SavedValue(child, prefix + local, leaves(child, prefix + local))
@@ -722,12 +738,27 @@ def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[S
             continue
         own = states.get(parameter) if isinstance(states, Mapping) else None
         for what, (name, child) in (children(node) or {}).items():
-            saved = leaf(child, f"{prefix}{state_ending}.{ending}.{name}")
+            full = f"{prefix}{state_ending}.{ending}.{name}"
+            like = _like(parameter, own[what] if own and what in own else None, what)
+            if like is not None and (coded := coded_of(child)) is not None:
+                yield from _sharded_parts(coded, full, like, manifest)
+                continue
+            saved = leaf(child, full)
             if saved is None or saved.is_text or saved.kind == "ndarray":
                 continue
-            like = _like(parameter, own[what] if own and what in own else None, what)
             if like is not None and tuple(like.shape) == _shape(manifest, saved):
                 yield saved, like
+
+
+def _sharded_parts(
+    coded: CodedNode, name: str, like: Tensor, manifest: Manifest
+) -> Iterator[tuple[SavedTensor, Tensor]]:
+    parts = {part.name.removeprefix(f"{name}."): part for part in leaves({"dict": coded.items}, name)}
+    shapes = {
+        ending: shape for ending, part in parts.items() if (shape := _shape(manifest, part)) is not None
+    }
+    for ending, sharded in coded.extension.shards(coded.header, shapes, like).items():
+        yield parts[ending], sharded
 
 
 def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:

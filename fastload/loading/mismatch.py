@@ -135,6 +135,8 @@ def _misfits(
             yield f"{name}: the checkpoint has {stored} {list(shape)} where complex numbers are to be"
         stored, target, shape = torch.complex128, torch.complex128, shape[:-1]
     yield from group.misfits(name, tensor)
+    if hasattr(local_of(tensor), "__tensor_flatten__"):
+        yield f"{name}: into= has a {type(local_of(tensor)).__name__}, the checkpoint a plain tensor"
     if tensor.layout != torch.strided:
         yield f"{name}: into= has layout {tensor.layout}"
     if tuple(tensor.shape) != shape:

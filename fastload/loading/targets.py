@@ -658,7 +658,8 @@ def identity(tensor: Tensor) -> object:
         local = local_of(tensor)
         address = local.untyped_storage()._cdata, local.storage_offset()
         return (*address, tuple(local.shape), local.stride(), tuple(tensor.shape))
-    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or type(tensor) is Shard:
+    is_plain = type(tensor) is not Shard and not hasattr(tensor, "__tensor_flatten__")
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or not is_plain:
         return id(tensor)
     return (
         tensor.untyped_storage().data_ptr(),

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastload.errors import PlanMismatch, first_lines
-from fastload.formats.state import leaf, leaves, read_keys
+from fastload.formats.state import children, leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.box import Box, overlap_of
 from fastload.geometry.shards import BY_HAND
@@ -139,7 +139,7 @@ def _shown(node: Any) -> str:
     if saved is not None:
         return f"a tensor{f' ({saved.kind})' if saved.kind else ''}"
     kind = _kind(node)
-    if kind in ("list", "tuple", "set", "frozenset", "state_dict", "defaultdict", "PerRank", *_DICTS):
+    if kind in ("set", "frozenset", "PerRank") or children(node) is not None:
         return f"a {kind}" + (f" of {len(node)}" if kind == "list" else "")
     return show_key(decode_value(node))
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fastload.integrations import directory_save
 from fastload.integrations.frameworks import require_signatures
 from fastload.storage import folders
 from tests.dist.harness import run_ranks, there
+
+AO = Path(sys.prefix) / "ao"  # apart, for transformers and others change where torchao is installed
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -152,9 +155,13 @@ def test_optimizers_that_it_cannot_save(tmp_path: Path) -> None:
     run_ranks(body("refuses_optimizers"), 2, tmp_path=tmp_path)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
-def test_optimizers_of_torchao(tmp_path: Path) -> None:
-    run_ranks(body("refuses_optimizers_of_torchao"), 2, tmp_path=tmp_path)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not AO.exists(), reason="torchao is not installed")
+@pytest.mark.parametrize("fsdp", [0, 2], ids=["ddp", "fsdp2"])
+def test_optimizers_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsdp: int) -> None:
+    monkeypatch.syspath_prepend(AO)
+    run_ranks(body("trains_with_torchao"), 2, tmp_path=tmp_path, fsdp=fsdp)
 
 
 @pytest.mark.slow(but=["fsdp2"])

@@ -229,5 +229,5 @@ def keeps_complete_checkpoints(rank: int, world: int) -> None:
     assert manager._find_load_step() == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "_new_buffer", new_buffer, raising=False)
-        with pytest.raises(fastload.OptionError, match=r"with the optimizer .*AdamW: its states .*TwoTensor"):
+        with pytest.raises(fastload.OptionError, match=r"with the optimizer .*AdamW: .*TwoTensor"):
             manager_of(CheckpointManager, 0, Step(0, 0))

@@ -40,6 +40,7 @@ from transformers import (
 )
 
 import fastload
+from fastload.geometry.dtensors import local_of
 from fastload.integrations import accelerate as accelerate_integration
 from fastload.integrations.trainer import TrainerMixin
 from fastload.integrations.transformers import from_pretrained
@@ -505,16 +506,29 @@ def refuses_optimizers(rank: int, world: int, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def refuses_optimizers_of_torchao(rank: int, world: int, tmp_path: Path) -> None:
-    """Those with 8 bits; small models have none, and are saved."""
-    for optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        trainer = trainer_of(tmp_path, fsdp=2, optim=optim)
-        with pytest.raises(
-            fastload.OptionError, match=r"the optimizer torchao\..*: its states are torchao\."
-        ):
-            trainer.train()
-        assert trainer.state.global_step == 0
-        AcceleratorState._reset_state(reset_partial_state=True)
+def trains_with_torchao(rank: int, world: int, tmp_path: Path, fsdp: int) -> None:
+    """Stops, resumes, and ends as without the stop, bit for bit."""
+    torch.compiler.set_stance("force_eager")  # its steps are compiled
+    ends = []
+    for folder, stops in (("straight", [6]), ("stopped", [4, 6])):
+        for stop in stops:
+            config = LlamaConfig(**{**SIZES, "hidden_size": 64}, **HEADS, tie_word_embeddings=not fsdp)
+            torch.manual_seed(0)
+            trainer = trainer_of(
+                tmp_path / folder,
+                fsdp=fsdp,
+                model=LlamaForCausalLM(config),
+                optim="adamw_torch_8bit",
+                max_steps=stop,
+                lr_scheduler_type="constant",
+            )
+            trainer.train(resume_from_checkpoint=stop != stops[0])
+            assert trainer.state.global_step == stop
+            AcceleratorState._reset_state(reset_partial_state=True)
+        ends.append(get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True)))
+    kinds = {type(local_of(state["exp_avg"])).__name__ for state in trainer.optimizer.state.values()}
+    assert kinds == {"Tensor", "OptimState8bit"}
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:

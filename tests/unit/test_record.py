@@ -120,7 +120,7 @@ def changed_delta(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (changed(version=4), "version 4: this fastload reads 'fastload', versions 1 and 2 and 3"),
+        (changed(version=5), "version 5: this fastload reads 'fastload', versions 1 and 2 and 3 and 4"),
         (changed(version=True), "version True: this fastload reads"),
         (changed(version=2), "needs exactly the keys"),
         (changed(delta=DELTA), "needs exactly the keys"),
