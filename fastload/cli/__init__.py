@@ -29,7 +29,7 @@ __all__ = ["main"]
     cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(fastload.__version__, prog_name="fastload")
-@click.option("-v", "--verbose", is_flag=True, help="Log to stderr.")
+@click.option("-v", "--verbose", count=True, help="Log each step to stderr; -vv: phases and causes, too.")
 @click.option(
     "--import",
     "modules",
@@ -38,11 +38,11 @@ __all__ = ["main"]
     envvar="FASTLOAD_IMPORT",
     help="Import a Python module first, such as one that registers a storage; repeatable.",
 )
-def main(verbose: bool, modules: tuple[str, ...]) -> None:
+def main(verbose: int, modules: tuple[str, ...]) -> None:
     """Loads, checks, copies and plans checkpoints of PyTorch jobs: every byte is read once."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     if verbose:  # not the logs of libraries, which contain signed headers
-        logging.getLogger("fastload").setLevel(logging.DEBUG)
+        logging.getLogger("fastload").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
     for module in modules:
         try:
             import_module(module)

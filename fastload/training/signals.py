@@ -60,11 +60,11 @@ class StopSignals:
         self._queue.put(number)  # reentrant
 
     def _serve(self, on_signal: Callable[[], None]) -> None:
-        warned = False
+        is_told = False
         while (number := self._queue.get()) is not None:
-            if not warned:
-                warned = True
-                _log.warning("%s: asking all ranks to save and stop", signal.Signals(number).name)
+            if not is_told:
+                is_told = True
+                _log.info("%s: asking all ranks to save and stop", signal.Signals(number).name)
                 on_signal()
 
 

@@ -289,3 +289,29 @@ def test_a_mesh_that_cannot_be_is_told_once(checkpoint: Path, options: str, rank
     done = run("load", str(checkpoint), *options.split(), ranks=ranks)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"fastload: OptionError: {message}\n"
+
+
+def test_a_terminal_sees_the_progress(checkpoint: Path, tmp_path: Path) -> None:
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm"}  # by which rich takes a pipe for one
+    single = str(tmp_path / "new.pt")
+    for command, titles in (
+        (["load", str(checkpoint)], ["loading"]),
+        (["seal", str(checkpoint)], ["sealing"]),
+        (["verify", str(checkpoint)], ["verifying"]),
+        (["stage", str(checkpoint), str(tmp_path / "copy")], ["staging"]),
+        (["convert", str(checkpoint), str(tmp_path / "new")], ["loading", "saving"]),
+        (["convert", "--to", "torch", str(checkpoint), single], ["loading", "saving"]),
+    ):
+        done = run(*command, **terminal)
+        assert done.returncode == 0, done.stderr
+        text = re.sub(r"\x1b\[[\d;?]*\w", "", done.stderr)
+        for title in titles:
+            assert re.search(rf"{title} .* (\d+\.\d)/\1 kB", text), (command, text)
+
+
+def test_verbose_logs_events_and_twice_phases(checkpoint: Path) -> None:
+    quiet, once, twice = (run(*words, "load", str(checkpoint)) for words in ([], ["-v"], ["-vv"]))
+    assert quiet.stderr == ""
+    assert once.stderr.startswith(f"INFO:fastload.load:loaded {checkpoint} from storage: 17.4 kB in ")
+    assert once.stderr.count("\n") == 1
+    assert "DEBUG:fastload.load:rank 0 of " in twice.stderr

@@ -228,7 +228,7 @@ def test_the_command_line_shows_no_password(server: Guarded, tmp_path: Path) -> 
     copy = str(tmp_path / "copy")
     commands = [
         ["inspect", good], ["inspect", "--json", good], ["inspect", f"{server.url}/saved{query}"],
-        ["-v", "load", good], ["load", "--json", good], ["load", bad], ["verify", good], ["verify", bad],
+        ["-vv", "load", good], ["load", "--json", good], ["load", bad], ["verify", good], ["verify", bad],
         ["stage", good, copy], ["stage", good, bad], ["convert", good, f"{copy}2"], ["convert", good, bad],
         ["convert", bad + ".pt", f"{copy}3"], ["ls", good], ["ls", "--json", bad],
         ["prune", "--keep-last", "1", bad], ["size", good], ["size", bad + ".json"], ["size", bad],
@@ -251,7 +251,7 @@ def test_what_the_libraries_below_log_is_not_shown(seaweed: dict[str, Any], tmp_
     fastload.save({"t": torch.arange(9)}, tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text("{}")
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/a"
-    done = run("-v", "convert", str(tmp_path / "a"), url, **environment)
+    done = run("-vv", "convert", str(tmp_path / "a"), url, **environment)
     assert done.returncode == 0, done.stderr
     with closing(open_storage(url, NAMES, seaweed)) as storage:
         assert storage.list() == ["config.json", "fastload.json", "model.safetensors"]

@@ -15,6 +15,8 @@ import torch
 import fastload
 from fastload.comm import observers
 from fastload.ext import metrics as fastload_metrics
+from tests.e2e.forked import run_forked
+from tests.pages import ROOT
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -238,3 +240,20 @@ def test_without_opentelemetry_the_extra_is_named(
     with caplog.at_level(logging.WARNING):
         fastload.save(STATE, tmp_path / "a")
     assert "pip install 'fastload-torch[metrics]'" in caplog.text
+
+
+def test_what_is_off_is_not_imported(tmp_path: Path) -> None:
+    program = """
+import sys
+import torch
+import fastload
+path, others = sys.argv[1], ("opentelemetry", "fastload.ext.metrics", "fastload.ext.reports")
+with fastload.CheckpointManager(path, every_steps=1) as manager:
+    assert manager.should_save(1)
+    manager.save(1, {"a": torch.ones(3)})
+    manager.restore()
+print([name for name in sys.modules if name.startswith(others)])
+"""
+    environment = {name: text for name, text in os.environ.items() if name != "FASTLOAD_METRICS"}
+    done = run_forked(["-c", program, str(tmp_path)], cwd=ROOT, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

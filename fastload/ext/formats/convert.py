@@ -141,7 +141,7 @@ def convert(
         if to in ("fastload", "hf"):
             done = fastload.save(parts.state(), dst, metadata=metadata, options=options).to_dict()
         else:
-            write = write_torch_file if to == "torch" else write_dcp_folder
+            write = partial(write_torch_file, progress=show) if to == "torch" else write_dcp_folder
             done = write(parts, dst, overwrite=overwrite, timeout_s=options.timeout_s)
     companions = _companions(source) if rank == 0 else []
     copied = _copy(source, dst, companions, edited) if to != "torch" else []
@@ -488,7 +488,14 @@ def local_path(dst: str) -> str:
     return location.address
 
 
-def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
+def write_torch_file(
+    parts: Parts,
+    dst: str,
+    *,
+    overwrite: bool,
+    timeout_s: float,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
     """Writes a file for ``torch.load(weights_only=True)``; all ranks of the job call it.
 
     The file appears in one step, once it is durable.
@@ -498,6 +505,7 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         dst: A path that all ranks share.
         overwrite: Whether to replace a file.
         timeout_s: Longest wait without progress, in seconds.
+        progress: Called with this rank's (bytes written, bytes to write).
 
     Returns:
         URL and sizes of the file.
@@ -520,7 +528,7 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
                 preparing.answer(pending)
             name = preparing.answers[0]
             with world.step(is_long=True) as writing:
-                writing.answer(_write_parts(world, parts, layout, name))
+                writing.answer(_write_parts(world, parts, layout, name, progress))
             checksums = _joined(layout, [_Written(*one) for of_rank in writing.answers for one in of_rank])
             with world.step() as ending:
                 nbytes = 0
@@ -535,16 +543,25 @@ def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     return {"url": path, "num_tensors": len(parts.entries), "nbytes": nbytes, "num_files": 1}
 
 
-def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> list[_Written]:
+def _write_parts(
+    world: World,
+    parts: Parts,
+    layout: TorchLayout,
+    name: str,
+    progress: Callable[[int, int], None] | None,
+) -> list[_Written]:
     """Writes this rank's shards, and its part of the replicated tensors."""
-    written = []
+    written: list[_Written] = []
+    own = [
+        entry
+        for index, entry in enumerate(parts.entries)
+        if is_dtensor(parts.tensors[entry.name]) or index % world.size == world.rank
+    ]
+    total = sum(part.nbytes for entry in own for _, part in local_parts(parts.tensors[entry.name]))
     with single_file.opened(name) as descriptor:
-        for index, entry in enumerate(parts.entries):
-            tensor = parts.tensors[entry.name]
-            if not is_dtensor(tensor) and index % world.size != world.rank:
-                continue
+        for entry in own:
             begin = layout.tensors[entry.name].offset
-            for start, data in _runs(entry, tensor):
+            for start, data in _runs(entry, parts.tensors[entry.name]):
                 checksum = 0
                 for at in range(0, len(data), _CHUNK_BYTES):
                     chunk = data[at : at + _CHUNK_BYTES]
@@ -552,6 +569,8 @@ def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> 
                     checksum = crc32(chunk, checksum)
                     world.note_progress()
                 written.append(_Written(entry.name, start, len(data), checksum))
+                if progress is not None:
+                    progress(sum(one.nbytes for one in written), total)
     return written
 
 
