@@ -24,6 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -302,6 +303,8 @@ def main() -> None:
             source = f", from {manager.restored_from}" if manager.restored_from else ""
             print(f"begins at step {training.step} of {args.steps}{source}", flush=True)
         training.run(manager)
+        if manager.stop_requested and training.step < args.steps and (stopped := os.environ.get("STOPPED")):
+            Path(stopped).touch()  # launch/kubernetes/pod.sh asks whether it has finished
     # Here the last save is committed, on all ranks.
     if rank == 0:
         print(f"ends at step {training.step} of {args.steps}: loss {training.state['loss']:.4f}", flush=True)

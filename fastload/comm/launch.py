@@ -77,7 +77,7 @@ class Launch:
         return f"tcp://{host}:{self.master_port}"
 
 
-_ALONE = Launch(0, 1, 0, None, "", 0, "none")
+ALONE = Launch(0, 1, 0, None, "", 0, "none")
 
 
 @short_tracebacks
@@ -101,7 +101,7 @@ def from_env() -> Launch:
         return _from_mpirun(*_MPICH)
     if _get("SLURM_STEP_ID") and _get("SLURM_PROCID"):
         return _from_srun()
-    return _ALONE
+    return ALONE
 
 
 def _from_torchrun() -> Launch:
@@ -117,7 +117,7 @@ def _from_mpirun(rank_name: str, size_name: str, local_name: str, num_local_name
     if _get("MASTER_ADDR") and _get("MASTER_PORT"):
         return Launch(*place, _get("MASTER_ADDR"), _port("MASTER_PORT"), "mpirun")
     if size == 1:
-        return _ALONE
+        return ALONE
     raise WorldError(
         f"{rank_name}={rank}, {size_name}={size}, but MASTER_ADDR and MASTER_PORT are not set: mpirun "
         "does not say where the ranks meet; set them to the host of rank 0 and a free port there "

@@ -24,8 +24,7 @@ from fastload.cli.console import (
     stdout,
     table_of,
 )
-from fastload.comm.group import separate_call
-from fastload.comm.launch import initialize
+from fastload.comm.launch import ALONE, Launch, from_env, join_job
 from fastload.errors import CheckpointNotFound, UnsupportedVersion
 from fastload.formats.manifest import Delta, TensorEntry
 from fastload.formats.open import Sight, look
@@ -168,18 +167,18 @@ def ls(root: str | None, memory: str | None, as_json: bool) -> None:
     The newest is last. A checkpoint is complete if the names and sizes of its files match its commit record;
     to check its data, use `fastload verify`.
 
-    The last lines say which checkpoint a restore would take, and why. Of the memory tier that is what the
-    hosts have on which the command runs: start one process on each host of the job to see all of it.
+    The last lines say which checkpoint a restore would take, and why. They know the memory of this host, or
+    with --memory that of all hosts on which srun or torchrun starts this command.
     """
     if root is None and memory is not None:
         directory = None if memory == "auto" else memory
         extension("ls", "memory", "--memory")(directory, as_json=as_json)
         return
     catalog = _catalog(root)
-    rank, _ = initialize()
-    set_rank(rank)
-    choices, note = _choices(catalog, memory or "auto")
-    if rank:
+    launch = from_env() if memory is not None else ALONE
+    set_rank(launch.rank)
+    choices, note = _choices(launch, catalog, memory or "auto")
+    if launch.rank:
         return
     entries = _entries(catalog)
     if as_json:
@@ -190,25 +189,26 @@ def ls(root: str | None, memory: str | None, as_json: bool) -> None:
         _print_choices(choices, {entry.step: entry for entry in entries}, note)
 
 
-def _choices(catalog: Catalog, memory: str) -> tuple[list[dict[str, Any]], str]:
+def _choices(launch: Launch, catalog: Catalog, memory: str) -> tuple[list[dict[str, Any]], str]:
     """Returns what a restore tries, in this order, on all ranks; and a note, such as why it refuses."""
     options = LoadOptions()
-    survey = find("surveys", "memory")
-    tier = survey.load()(catalog, memory) if survey is not None else None
-    with separate_call(None, f"listing {catalog.root}", timeout_s=options.timeout_s) as world:
+    [world] = join_job(launch, f"listing the checkpoints in {catalog.root}", timeout_s=options.timeout_s)
+    with world.ending():
+        survey = find("surveys", "memory")
+        tier = survey.load()(world, catalog, memory) if survey is not None else None
         history = History(world, catalog, lists=world.rank == 0, process_group=None)
         restorer = CheckpointRestorer(world, {"options": options}, catalog, history, tier)
         listing = history.look(world)
-    try:
-        choices = restorer.choices(listing)
-    except UnsupportedVersion as error:
-        return [], f"a restore refuses: {error}"
+        try:
+            choices = restorer.choices(listing)
+        except UnsupportedVersion as error:
+            return [], f"a restore refuses: {error}"
     found = [{"step": one.point.step, "source": one.source, "why": why} for one, why in choices]
-    is_partial = tier is not None and world.size == 1 and found[:1] != [] and found[0]["source"] == STORAGE
-    return found, _ONE_HOST * is_partial
+    is_partial = tier is not None and world.size == 1 and bool(found) and found[0]["source"] == STORAGE
+    return found, _ONE_HOST if is_partial else ""
 
 
-_ONE_HOST = "the memory of other hosts was not looked at: run this on each host of the job, as with srun"
+_ONE_HOST = "the memory of other hosts was not looked at: run this with --memory on all of them, as by srun"
 
 
 def _print_choices(choices: list[dict[str, Any]], entries: Mapping[int, Entry], note: str) -> None:

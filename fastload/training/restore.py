@@ -119,10 +119,7 @@ class CheckpointRestorer:
     def choices(self, listing: Listing) -> list[tuple[Found, str]]:
         """Returns what a restore tries until one is intact, in this order, each with why its source is right.
 
-        With a tier, a call of all ranks.
-
-        Raises:
-            UnsupportedVersion: As for `restore`.
+        With a tier, a call of all ranks; raises as `restore`.
         """
         in_tier = self._survey()
         found, reason = (

@@ -15,6 +15,7 @@ import fastload
 from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, WorldError
 from fastload.ext.memory.recovery import Recovery, recover
 from tests.checkpoints import flip
+from tests.dist.flush_draws import run_draw
 from tests.dist.harness import ranks
 from tests.dist.test_memory_flush import OPTIONS, files, parts, steps_in
 from tests.dist.test_memory_tier import (
@@ -198,3 +199,10 @@ def test_damage_of_what_each_rank_has_of_its_own(rank: int, world: int, tmp_path
     dist.barrier()
     assert flushed(tmp_path).step == 1
     assert fastload.load(tmp_path / ROOT / "step_00000001")["rng"].tolist() == [rank, 1]
+
+
+@pytest.mark.slow(but=["1016"])
+@pytest.mark.parametrize("seed", [1016, 1028, 1036])
+def test_trainings_and_flushes_that_are_killed(seed: int, tmp_path: Path) -> None:
+    """A few of the draws of scripts/flush_draws.py: killed flushes, a damaged copy, a lost host."""
+    run_draw(seed, tmp_path / "draw")

@@ -390,6 +390,35 @@ def test_ranks_that_fail_are_started_anew_as_often_as_was_asked(tmp_path: Path) 
     assert set(lives) == {"0", "1"}, job.output()
 
 
+_FAILING = """
+import sys
+import torch
+import fastload
+fastload.world.initialize()
+with fastload.CheckpointManager(sys.argv[1], memory=sys.argv[2], memory_every_steps=1) as manager:
+    for step in (1, 2):
+        assert manager.should_save(step)
+        manager.save(step, {"weight": torch.full((1000,), float(step))})
+        assert manager.latest() == step
+    sys.exit(3)
+"""
+
+
+@pytest.mark.slow(but=["srun"])
+@pytest.mark.parametrize("template", ["srun", "torchrun"])
+def test_what_a_program_that_fails_has_in_memory_is_written(template: str, tmp_path: Path) -> None:
+    program, root, memory = tmp_path / "fails.py", tmp_path / "root", tmp_path / "memory"
+    program.write_text(_FAILING)
+    memory.mkdir()
+    given = {"MAX_RESTARTS": "0", "CHECKPOINTS": str(root), "MEMORY": str(memory), **forking_variables()}
+    words = [str(program), str(root), str(memory)]
+    job = Job(template, words, nodes=1, ranks_per_node=2, folder=tmp_path, **given)
+    with pytest.raises(AssertionError, match="the job is FAILED"):
+        job.until(job.is_over)
+    assert f"{root}: step 2 written from memory" in job.output()
+    assert [path.name for path in root.glob("step_*")] == ["step_00000002"]
+
+
 @pytest.mark.slow
 def test_torchrun_multi_starts_all_ranks_anew_when_one_is_killed(tmp_path: Path) -> None:
     site = 'INTERFACE=eth0 RANKS_PER_NODE=1 LOCAL_ADDR=$(hostname) exec "$@"'

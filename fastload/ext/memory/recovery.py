@@ -27,7 +27,7 @@ from fastload.ext.memory.folder import JobFolder, find_jobs, find_memory, identi
 from fastload.ext.memory.restore import HostDamage, InMemoryCheckpoint, find_damage, survey
 from fastload.ext.memory.run import RunName
 from fastload.options import LoadOptions, Patience, SaveOptions
-from fastload.storage import Location, locate, name_of
+from fastload.storage import locate, name_of
 from fastload.training.catalog import Catalog
 from fastload.training.retention import Lineage, Point, StoredCheckpoint
 
@@ -122,50 +122,47 @@ class MemorySurvey:
     """The in-memory checkpoints of a run, to list them; `survey` and `name` are as in `SaveTier`.
 
     Args:
+        world: The ranks, in a call that goes on.
         run: Name of the run.
-        root: Its root.
         memory: Directory of the memory tier on this host.
     """
 
     name = "memory"
 
-    def __init__(self, run: str, root: Location, memory: str) -> None:
+    def __init__(self, world: World, run: str, memory: str) -> None:
+        self._world = world
         self._run = run
-        self._root = root
         self._memory = memory
 
     def survey(self) -> list[Surveyed]:
         """Returns those on the hosts of all ranks, complete or not, oldest first."""
-        what = f"looking for in-memory checkpoints of {self._root}"
-        with separate_call(None, what, timeout_s=LoadOptions().timeout_s) as world:
-            return [
-                Surveyed(checkpoint.manifest.point, checkpoint.problem, checkpoint.manifest.lineage)
-                for checkpoint in survey(world, self._records)
-            ]
+        return [
+            Surveyed(checkpoint.manifest.point, checkpoint.problem, checkpoint.manifest.lineage)
+            for checkpoint in survey(self._world, self._records)
+        ]
 
     def _records(self) -> dict[str, bytes]:
         jobs = [job for job in find_jobs(self._memory) if os.path.basename(job.path) == self._run]
         return {name: text for job in jobs for name, text in job.records if text}
 
 
-def survey_run(catalog: Catalog, memory: str) -> MemorySurvey | None:
+def survey_run(world: World, catalog: Catalog, memory: str) -> MemorySurvey | None:
     """Returns the memory tier of a run, on all ranks; None if the run has none.
 
     Args:
-        catalog: Its checkpoints on storage.
+        world: The ranks.
+        catalog: The checkpoints of the run on storage.
         memory: As for a `CheckpointManager`.
 
     Raises:
         FastloadError: Some rank failed.
     """
-    what = f"listing the checkpoints in {catalog.root}"
-    with separate_call(None, what, timeout_s=LoadOptions().timeout_s) as world:
-        run = _find_run(world, catalog)
-        if not run:
-            return None
-        with world.step("looking for the memory of the hosts"):
-            place = _directory(memory)
-    return MemorySurvey(run, catalog.root, place)
+    run = _find_run(world, catalog)
+    if not run:
+        return None
+    with world.step("looking for the memory of the hosts") as step:
+        step.answer(_directory(memory))
+    return MemorySurvey(world, run, step.answers[world.rank])
 
 
 def _directory(memory: str) -> str:
