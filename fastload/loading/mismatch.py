@@ -19,7 +19,7 @@ from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor
-from fastload.geometry.dtensors import DTensorRanks, local_parts
+from fastload.geometry.dtensors import DTensorRanks, local_of, local_parts
 from fastload.loading.aliases import FOUND_LATE
 from fastload.loading.targets import castable, entry_of, target_dtype
 
