@@ -72,6 +72,7 @@ def save_each_way(state: dict[str, Any], folder: Path) -> list[Path]:
     return list(ways.values())
 
 
+@pytest.mark.slow
 @ranks(4, deadline_s=110)
 def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")  # torch's own, of what it deprecates

@@ -45,6 +45,7 @@ def round_trip(tmp_path: Path, num_files: int) -> None:
         assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_more_files_than_descriptors(rank: int, world: int, tmp_path: Path) -> None:
     limit_descriptors(100)

@@ -460,6 +460,7 @@ def test_ranks_of_a_host_and_jobs_on_it_share_the_place(rank: int, world: int, t
 # Beside a training
 
 
+@pytest.mark.slow
 @ranks(3, ranks_per_host=1)
 def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, tmp_path: Path) -> None:
     memory = tmp_path / "memory"

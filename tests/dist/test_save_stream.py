@@ -132,6 +132,7 @@ def anonymous_bytes() -> int:
     return int(kib) << 10
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_memory_is_bounded(rank: int, world: int, tmp_path: Path) -> None:
     peaks, nbytes = list[int](), 40 << 20  # beyond what the C library keeps of freed memory

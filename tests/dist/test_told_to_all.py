@@ -486,7 +486,7 @@ def is_own(error: Exception, place: Place) -> bool:
     )
 
 
-@pytest.mark.slow(but=["0-"])
+@pytest.mark.slow
 @ranks(2, deadline_s=300)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_fails_on_one_rank_is_told_to_all_at_once(

@@ -90,6 +90,7 @@ def test_what_is_bad_is_said_on_all_ranks(rank: int, world: int, tmp_path: Path)
         fastload.load(path)
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_path: Path) -> None:
     state = make(rank, tmp_path / "a.pt")

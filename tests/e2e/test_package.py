@@ -105,6 +105,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
+@pytest.mark.slow
 def test_what_is_built_is_whole(built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     tracked = run("git", "ls-files", *LISTED.split(), *TO_BUILD.split(), cwd=ROOT).split()

@@ -208,6 +208,7 @@ def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
     assert png.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_floor_of_a_save_is_the_time_of_its_writes(tmp_path: Path) -> None:
     """A save reads nothing."""
     trace, png = tmp_path / "trace.json", tmp_path / "trace.png"

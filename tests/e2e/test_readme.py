@@ -32,6 +32,7 @@ def run(command: str) -> list[str]:
     return [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
 
 
+@pytest.mark.slow
 def test_what_commands_print_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with_output = [(command, out) for command, out in commands() if command.startswith("fastload ") and out]

@@ -140,6 +140,7 @@ def models() -> list[tuple[str, Any, list[str], dict[str, Any]]]:
     return [("AutoModel", bert, positions, reference()), ("AutoModelForCausalLM", llama, tables, {})]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_offline")
 @pytest.mark.filterwarnings("ignore")
 def test_models_on_meta_are_told_of_their_buffers_and_work_as_readme_shows(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
 
 
+@pytest.mark.slow
 def test_one_rank_trains_on_the_data_of_two(uninterrupted: str, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = command_of(tmp_path / "run", "--steps", "8")
@@ -199,6 +200,7 @@ def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: s
     assert weights(again[len(output) :]) == {uninterrupted}
 
 
+@pytest.mark.slow
 def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     uninterrupted: str, tmp_path: Path
 ) -> None:

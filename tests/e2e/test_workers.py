@@ -66,8 +66,8 @@ def await_end_of_all(group: int) -> None:
         pytest.fail("something of the training is still there")
 
 
-@pytest.mark.slow(but=["fork"])
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_outlive_the_signals_but_not_their_parent(method: str, tmp_path: Path) -> None:
     with training(method, tmp_path / "run", "shelter") as (process, output):
         signal_all_until("epoch 2\n", process, output)  # also while its workers start

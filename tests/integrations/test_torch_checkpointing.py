@@ -78,6 +78,7 @@ def emptied(state: Any) -> Any:
     return torch.zeros_like(state) if isinstance(state, Tensor) else 0
 
 
+@pytest.mark.slow
 @ranks(4, deadline_s=110)
 def test_what_the_library_saved_and_its_calls(rank: int, world: int, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")  # of the library, about plain tensors

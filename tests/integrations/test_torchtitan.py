@@ -50,6 +50,7 @@ def test_which_checkpoints_are_kept() -> None:
     run_ranks(body("keeps_complete_checkpoints"), 2)
 
 
+@pytest.mark.slow
 def test_what_torchtitan_and_other_meshes_saved() -> None:
     run_ranks(body("saves_both"), 2)
     run_ranks(body("loads_both"), 3)

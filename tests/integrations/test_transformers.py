@@ -36,7 +36,8 @@ def body(name: str) -> Any:
     return there("tests.integrations.transformers_ranks", name)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> None:
     run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
 
@@ -70,7 +71,7 @@ def test_adapters_that_are_refused(tmp_path: Path) -> None:
     run_ranks(body("refuses_adapters"), 2, tmp_path=tmp_path)
 
 
-@pytest.mark.slow(but=["ddp"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "fsdp", "has_adapters"),
     [(2, 2, False), (2, 0, False), pytest.param(2, 2, True, marks=needs_peft)],

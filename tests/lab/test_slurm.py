@@ -189,7 +189,7 @@ _STOPS = {
 }
 
 
-@pytest.mark.slow(but=["at-start"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "how"),
     [("torchrun", "preemption"), ("srun", "at-start")],

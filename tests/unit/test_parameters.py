@@ -114,6 +114,7 @@ BUILT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "sizes"), BUILT)
 def test_as_many_as_transformers_builds(architecture: str, sizes: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")

@@ -317,6 +317,7 @@ def structure_with_sets() -> str:
 # Speed and size
 
 
+@pytest.mark.slow
 def test_very_many_tensors_take_little_time_and_space() -> None:
     num = 20_000
     model = OrderedDict((f"layers.{i}.weight", torch.zeros(1)) for i in range(num))
