@@ -367,17 +367,17 @@ async def _send_part(
     loop, transport = asyncio.get_running_loop(), request.transport
     if transport is None:
         return 0
-    if transport.get_extra_info("sslcontext") is None:
-        with os.fdopen(number, "rb", buffering=0, closefd=False) as file:
-            return await loop.sendfile(transport, file, begin, nbytes)
     sent = 0
-    while sent < nbytes:  # sendfile of asyncio encrypts 16 KiB at once, at 30 times the cost
-        count = min(_TLS_BYTES, nbytes - sent)
-        data = await loop.run_in_executor(None, os.pread, number, count, begin + sent)
-        await response.write(data)
-        if len(data) < count:
-            break
-        sent += count
+    with os.fdopen(number, "rb", buffering=0, closefd=False) as file:
+        if transport.get_extra_info("sslcontext") is None:
+            return await loop.sendfile(transport, file, begin, nbytes)
+        file.seek(begin)
+        while sent < nbytes:  # sendfile of asyncio encrypts 16 KiB at once, which costs several times as much
+            data = await loop.run_in_executor(None, file.read, min(_TLS_BYTES, nbytes - sent))
+            if not data:
+                break
+            await response.write(data)
+            sent += len(data)
     return sent
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -22,7 +22,7 @@ from fastload.ext.staging.stock import Stock, journal_entry
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.ranges import Space
-from fastload.storage import CheckpointReader, take
+from fastload.storage import CheckpointReader
 from fastload.storage.base import ByteCounter
 from fastload.storage.reader import LayeredReader
 
@@ -133,17 +133,9 @@ class FileWriter:
         if self._copy is None:
             return
         view = host_view(data)
-        batch: list[Block] = []
-        begin = position = 0
-        for block in self._blocks(start, len(view)):
-            if self._stock.held[block.number] or (batch and batch[-1].file != block.file):
-                self._submit(batch, view[begin:position])
-                batch = []
-            if not self._stock.held[block.number]:
-                begin = begin if batch else position
-                batch.append(block)
-            position += block.nbytes
-        self._submit(batch, view[begin:position])
+        for batch, part in self._lacking(self._blocks(start, len(view)), view):
+            work = self._workers.submit(partial(self._write, batch, part))
+            self._under_way.append((batch[0]._replace(nbytes=len(part)), work))
 
     def write_early(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Writes the complete blocks of what this rank has just read; `place` then skips them.
@@ -157,14 +149,15 @@ class FileWriter:
         """
         if self._copy is None:
             return
-        end = offset + sum(map(len, buffers))
-        for _, block in self._inventory.blocks.between(file, offset, end):
-            if block.end > end or self._stock.held[block.number]:
-                continue
-            data, _ = take(take(buffers, block.offset - offset)[1], block.nbytes)
-            if len(data) == 1:
+        begin = offset
+        for buffer in buffers:
+            end = begin + len(buffer)
+            blocks = [one for _, one in self._inventory.blocks.between(file, begin, end) if one.end <= end]
+            data = buffer[blocks[0].offset - begin :] if blocks else buffer
+            for batch, part in self._lacking(blocks, data):
                 with contextlib.suppress(ChecksumError, StorageError):
-                    self._copy.note(self._write([block], data[0]))
+                    self._copy.note(self._write(batch, part))
+            begin = end
 
     def follow(self) -> Callable[[], bool]:
         """Returns once all bytes placed so far are written, and notes their blocks in the journal.
@@ -198,11 +191,26 @@ class FileWriter:
                 blocks.append(self._inventory.blocks[number])
         return blocks
 
-    def _submit(self, batch: list[Block], data: memoryview) -> None:
-        """Starts to write consecutive blocks of one file."""
+    def _lacking(self, blocks: Iterable[Block], data: memoryview) -> Iterator[tuple[list[Block], memoryview]]:
+        """Yields consecutive blocks of one file that are not there yet, with their bytes.
+
+        Args:
+            blocks: Blocks, one after the other.
+            data: The bytes of all of them.
+        """
+        batch: list[Block] = []
+        begin = position = 0
+        for block in blocks:
+            is_held = self._stock.held[block.number]
+            if batch and (is_held or batch[-1].file != block.file):
+                yield batch, data[begin:position]
+                batch = []
+            if not is_held:
+                begin = begin if batch else position
+                batch.append(block)
+            position += block.nbytes
         if batch:
-            work = self._workers.submit(partial(self._write, batch, data))
-            self._under_way.append((batch[0]._replace(nbytes=len(data)), work))
+            yield batch, data[begin:position]
 
     def _write(self, batch: Sequence[Block], data: memoryview) -> bytes:
         """Writes consecutive blocks; returns their entries for the journal."""
