@@ -194,7 +194,7 @@ def _breaches(module: str, source: str) -> Iterator[str]:
         yield f"{module} touches files with {sorted(found)}: only {sorted(FILES)} may"
     is_storage = module.startswith(("storage/", "ext/remote/")) and module not in PROCESS_STATE
     if is_storage and (found := named("functools.cache", "functools.lru_cache")):
-        yield f"{module} keeps something for the process with {sorted(found)}: only {sorted(PROCESS_STATE)} may"
+        yield f"{module} keeps something for the process with {sorted(found)}: see PROCESS_STATE"
     if module in PURE and (found := named(*IMPURE_IMPORTS)):
         yield f"{module} is pure: no {sorted(found)}"
 
