@@ -296,9 +296,15 @@ def _sources_in_environment() -> tuple[ByteSource, ...]:
     given = {name: text for name, text in environment(_PREFIX).items() if name not in _VARIABLES and text}
     if not given:
         return ()
-    known = extensions("sources")
-    names = [name for name in sorted(known) if f"{_PREFIX}{name.upper()}" in given]
-    return tuple(known[name].load()(given[f"{_PREFIX}{name.upper()}"]) for name in names)
+    found = []
+    for name, known in sorted(extensions("sources").items()):
+        variable = f"{_PREFIX}{name.upper()}"
+        if text := given.get(variable):
+            try:
+                found.append(known.load()(text))
+            except ValueError as error:
+                raise OptionError(f"{variable}={text!r}: {error}") from None
+    return tuple(found)
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)

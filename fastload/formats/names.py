@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count, islice
 
 from fastload.storage.base import Names
@@ -56,6 +57,7 @@ _NUMBERED = re.compile(r"(?P<before>consolidated\.)(?P<number>\d+)(?P<after>\.\D
 _MOST_MISSING = 20  # which a message lists
 
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+_FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, SEAL_NAME, STAGED_NAME))
 _FILE_OF_A_SAVE = re.compile(
     rf"({MODEL_STEM}|{ADAPTER_STEM}|{OWN_STEM}|{DELTA_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors"
@@ -153,3 +155,12 @@ NAMES = Names(
     own=own_names,
     to_replace="options=fastload.SaveOptions(overwrite=True)",
 )
+
+
+def own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+    """Returns the files of a directory that fastload or torch.distributed.checkpoint has written."""
+    return own_names(there, lists) if lists else set(filter(_FILE_OF_DCP.fullmatch, there))
+
+
+DCP_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=own_names_or_dcp)
+"""For saves that replace checkpoints of torch.distributed.checkpoint, too."""

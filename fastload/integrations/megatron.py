@@ -29,9 +29,8 @@ from torch import Tensor
 import fastload
 from fastload import Box, LoadOptions, MismatchError, OptionError, PlanMismatch, SaveOptions, Shard, world
 from fastload.base.tracebacks import short_tracebacks
-from fastload.formats.names import METADATA_NAME, NAMES
+from fastload.formats.names import METADATA_NAME, NAMES, own_names_or_dcp
 from fastload.formats.values import BYTES_IO
-from fastload.integrations.dcp.writer import own_names_or_dcp
 from fastload.integrations.frameworks import refuse, step_of_all, unknown_version
 from fastload.loading.selection import GAP, Outline
 from fastload.options import chosen_options

@@ -268,7 +268,7 @@ def _open_url(
     location: Location, names: Names, options: Mapping[str, Any], patience: Patience, io: str = "auto"
 ) -> Storage:
     if factory := registered_storages.get(location.scheme):
-        return _open_of_others(location, options, lambda: factory(location.address, **options))
+        return _open_guarded(location, options, lambda: factory(location.address, **options))
     if location.scheme in OBJECT_STORES | HTTP:
         require_packages(location, "remote", "obstore")
         obstore = extension_module("remote.obstore")
@@ -276,13 +276,12 @@ def _open_url(
     if location.scheme == _HUB or location.scheme in extensions("storages"):
         opener: StorageOpener = extension("storages", location.scheme, f"{location.scheme}://")
         open_own = partial(opener, location, options, io=io, patience=patience)
-        return _open_of_others(location, options, open_own)
+        return _open_guarded(location, options, open_own)
     return extension_module("remote.fsspec").FsspecStorage(location, options)  # type: ignore[no-any-return]
 
 
-def _open_of_others(
-    location: Location, options: Mapping[str, Any], open_own: Callable[[], Storage]
-) -> Storage:
+def _open_guarded(location: Location, options: Mapping[str, Any], open_own: Callable[[], Storage]) -> Storage:
+    """Opens a storage whose code is not fastload's; its errors are fastload's, without credentials."""
     secrets = Secrets(location, options)
     with secrets.errors(location.url):
         try:

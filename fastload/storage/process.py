@@ -7,12 +7,11 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from logging import Logger
 from typing import Any
 
 from fastload.base.threads import ProcessLock
-from fastload.options import environment
 from fastload.storage.descriptors import DescriptorPool
 
 read_descriptors = DescriptorPool(ProcessLock())
@@ -24,17 +23,6 @@ ended, and its objects are orphans."""
 
 registered_storages: dict[str, Callable[..., Any]] = {}
 """What opens the storage of a URL scheme, as users registered it."""
-
-making_client = ProcessLock()
-"""Held while a client of boto3 is created: what its sessions share is not thread-safe."""
-
-
-@cache
-def aws_descriptions() -> Any:
-    """Returns the one loader of botocore. Its description of S3 takes most of a second to read."""
-    import botocore.loaders
-
-    return botocore.loaders.create_loader(environment("AWS_DATA_PATH").get("AWS_DATA_PATH"))
 
 
 @lru_cache(256)  # messages

@@ -159,6 +159,12 @@ def test_options_do_not_change_and_callbacks_are_each_rank_s_own() -> None:
     assert set(options.shared_values()) == set(SETTINGS)
 
 
+def test_sources_of_the_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLOAD_PEERS", "host:7070")
+    with pytest.raises(OptionError, match=r"^FASTLOAD_PEERS='host:7070': .*http://HOST:PORT"):
+        LoadOptions()
+
+
 def test_the_page_lists_every_option() -> None:
     for name in {**SETTINGS, **SAVE_SETTINGS}:
         assert f"| `{name}` | `FASTLOAD_{name.upper()}` |" in page("docs/options.md")

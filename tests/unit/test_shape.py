@@ -70,7 +70,7 @@ FILES = {
     "ext/remote/s3_settings.py",  # likewise
     "storage/single_file.py",
 }
-PROCESS_STATE = "storage/process.py"  # what of storage a process has once
+PROCESS_STATE = {"storage/process.py", "ext/remote/process.py"}  # what of storage a process has once
 PURE = {
     "geometry/blocks.py",
     "geometry/box.py",
@@ -193,9 +193,9 @@ def _breaches(module: str, source: str) -> Iterator[str]:
         yield f"{module} reads {sorted(found)}: only {sorted(ENVIRONMENT)} may, pass an option instead"
     if module not in FILES and (found := named(*FILE_NAMES)):
         yield f"{module} touches files with {sorted(found)}: only {sorted(FILES)} may"
-    is_storage = module.startswith(("storage/", "ext/remote/")) and module != PROCESS_STATE
+    is_storage = module.startswith(("storage/", "ext/remote/")) and module not in PROCESS_STATE
     if is_storage and (found := named("functools.cache", "functools.lru_cache")):
-        yield f"{module} keeps something for the whole process with {sorted(found)}: only {PROCESS_STATE} may"
+        yield f"{module} keeps something for the process with {sorted(found)}: see PROCESS_STATE"
     if module in PURE and (found := named(*IMPURE_IMPORTS)):
         yield f"{module} is pure: no {sorted(found)}"
 

@@ -18,12 +18,12 @@ from fastload.base.memory import round_up
 from fastload.base.threads import in_threads, within
 from fastload.errors import OptionError
 from fastload.ext.remote.obstore import ObjectStorage, StoreSettings
+from fastload.ext.remote.process import making_client
 from fastload.ext.remote.s3_settings import is_on, new_session
 from fastload.options import Patience
 from fastload.storage.base import Names
 from fastload.storage.location import Location
 from fastload.storage.object_target import Keys, Upload
-from fastload.storage.process import making_client
 from fastload.storage.retry import patiently
 
 T = TypeVar("T")

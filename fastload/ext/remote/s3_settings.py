@@ -16,9 +16,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from fastload.base.threads import within
 from fastload.errors import OptionError
+from fastload.ext.remote.process import aws_descriptions
 from fastload.options import environment
 from fastload.storage.location import name_of
-from fastload.storage.process import aws_descriptions
 
 _DEFAULT_REGION = "us-east-1"
 # Variables with an endpoint, as the AWS SDKs take them; the last is obstore's own.

@@ -6,10 +6,9 @@ import io
 import json
 import logging
 import pickle
-import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.futures import Future
 import fastload
 from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
-from fastload.formats.names import METADATA_NAME, NAMES, own_names
+from fastload.formats.names import DCP_NAMES
 from fastload.formats.values import BYTES_IO
 from fastload.geometry.dtensors import is_dtensor, with_local
 from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
@@ -40,17 +39,6 @@ from fastload.storage.process import warn_once
 
 _log = logging.getLogger(__name__)
 _PLAIN = (Tensor, nn.Parameter)
-
-_FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp|fastload\.seal\.json")
-
-
-def own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
-    """Returns the files of a directory that fastload or torch.distributed.checkpoint has written."""
-    return own_names(there, lists) if lists else set(filter(_FILE_OF_DCP.fullmatch, there))
-
-
-# A save replaces checkpoints of torch.distributed.checkpoint, too.
-_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=own_names_or_dcp)
 
 
 @short_tracebacks
@@ -155,7 +143,7 @@ class Writer(DcpStorage, StorageWriter):
             self._metadata,
             self._storage_options,
             replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
-            names=_NAMES,
+            names=DCP_NAMES,
         )
         state = planned.state(written)
         del planned  # it has copies of what other ranks write
