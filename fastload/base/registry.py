@@ -1,7 +1,7 @@
 """Extensions: what ``fastload.ext`` names, and entry points of the groups ``fastload.KIND``.
 
-Packages may bring commands, formats, layers, sources and storages of any name. Of the other kinds the core asks for
-names that it knows, such as the observer ``trace``.
+Packages may bring commands, formats, layers, sources and storages of any name. Of the other kinds the core
+asks for names that it knows, such as the observer ``trace``.
 """
 
 from __future__ import annotations
