@@ -278,7 +278,7 @@ def test_a_load_of_a_served_run_is_told_its_checkpoints(tmp_path: Path) -> None:
     for step in (8, 40):
         fastload.save({"a": torch.ones(2)}, tmp_path / f"step_{step:08d}")
     with fastload.serve(tmp_path) as server:
-        with pytest.raises(CheckpointNotFound, match=r"this is a run: .* such as step_00000040"):
+        with pytest.raises(fastload.CheckpointNotFound, match=r"this is a run: .* such as step_00000040"):
             fastload.load(server.url)
         assert fastload.load(f"{server.url}/step_00000008")["a"].tolist() == [1.0, 1.0]
 
