@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from fastload.base.version import __version__
 from fastload.comm.observers import Event
-from fastload.report import LoadReport, SaveReport, StageReport
+from fastload.report import LoadReport, SaveReport
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _BYTES = tuple(10.0**power for power in range(6, 15))
@@ -87,7 +88,7 @@ class Meter:
                 self._measure(f"{event.name}.duration", event.seconds, attributes)
         elif isinstance(report, SaveReport):
             self._record_save(report, event, attributes)
-        elif isinstance(report, LoadReport | StageReport):
+        elif report is not None:
             self._record_reads(report, event, attributes)
         elif event.name == "restore":
             self._measure("restore.duration", event.seconds, attributes)
@@ -112,7 +113,8 @@ class Meter:
         self._measure("save.stall.duration", own.stall_s if each else report.stall_s, attributes)
         self._measure("save.size", own.bytes_written if each else report.nbytes, attributes)
 
-    def _record_reads(self, report: LoadReport | StageReport, event: Event, attributes: Attributes) -> None:
+    def _record_reads(self, report: Any, event: Event, attributes: Attributes) -> None:
+        """Records a load or a staging, whose report is of another extension."""
         ranks = report.ranks[event.rank : event.rank + 1] if self._each_rank else report.ranks
         name = event.name
         self._measure(f"{name}.duration", max(own.total_s for own in ranks), attributes)

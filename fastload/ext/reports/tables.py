@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastload.base.units import count, format_bytes
-from fastload.report import LoadReport, SaveReport, StageReport, VerifyReport
+from fastload.report import LoadReport, SaveReport, VerifyReport
 
 _MAX_RANKS = 16  # in print(report), which every rank of a job may do
 
-Report = LoadReport | SaveReport | StageReport | VerifyReport
 _Column = tuple[str, Callable[[Any], str]]
 
 
-def table(report: Report, *, is_complete: bool = False, sharded: bool = False) -> str:
+def table(report: Any, *, is_complete: bool = False, sharded: bool = False) -> str:
     """Returns a report as a table, with a line for each rank.
 
     Args:
-        report: The report.
+        report: The report of a load, save, staging or verification.
         is_complete: Whether all ranks have a line; else the slowest ones.
         sharded: Whether each rank has loaded its parts of the tensors.
     """
@@ -27,10 +26,10 @@ def table(report: Report, *, is_complete: bool = False, sharded: bool = False) -
         columns = _LOAD
     elif isinstance(report, SaveReport):
         lines, columns = _save(report), _SAVE
-    elif isinstance(report, StageReport):
-        lines, columns = _stage(report), _STAGE
-    else:
+    elif isinstance(report, VerifyReport):
         return "\n".join(_verify(report))
+    else:
+        lines, columns = _stage(report), _STAGE
     ranks = [own for own in report.ranks if getattr(own, "leads", True)]
     shown = ranks
     if len(ranks) > _MAX_RANKS and not is_complete:
@@ -133,7 +132,7 @@ def _save(report: SaveReport) -> list[str]:
     return lines + [f"in place of {url}" for url in report.came_instead_of]
 
 
-def _stage(report: StageReport) -> list[str]:
+def _stage(report: Any) -> list[str]:  # the class is that of another extension
     return [
         f"{report.url}: {format_bytes(report.nbytes)} in {count(report.num_files, 'file')}, "
         f"at {report.path} of {count(report.num_hosts, 'host')}",
@@ -156,7 +155,7 @@ def _rate(nbytes: int, seconds: float) -> str:
     return f"{format_bytes(nbytes / seconds if seconds else 0.0)}/s"
 
 
-def _supplied(report: LoadReport | StageReport) -> str:
+def _supplied(report: Any) -> str:
     return f", from sources: {format_bytes(report.bytes_supplied)}" if report.bytes_supplied else ""
 
 
