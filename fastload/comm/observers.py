@@ -228,12 +228,13 @@ def notifying_of_failure(world: World, name: str, began_s: float, **facts: Any) 
         raise
 
 
-def observe(world: World, trace: str | os.PathLike[str] | None) -> Observers:
+def observe(world: World, trace: str | os.PathLike[str] | None, *, of: str = "") -> Observers:
     """Returns the observers of a call.
 
     Args:
         world: Its ranks, which hear of an exception.
         trace: The option, which the extension ``trace`` is for.
+        of: Name of the checkpoint, if each one has a trace of its own.
 
     Raises:
         OptionError: That cannot be imported, or an environment variable is invalid.
@@ -243,6 +244,6 @@ def observe(world: World, trace: str | os.PathLike[str] | None) -> Observers:
         members = [member for make in _registered if (member := make(world)) is not None]
         tracing: TraceWriter | None = None
         if trace is not None:
-            tracing = extension("observers", "trace", "trace=").Tracing(world, trace)
+            tracing = extension("observers", "trace", "trace=").Tracing(world, trace, of)
             members.append(tracing)
     return Observers(members, tracing)

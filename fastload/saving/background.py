@@ -13,16 +13,18 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.observers import notify
-from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, WorldError
 from fastload.report import SaveReport
 from fastload.saving.snapshot import BufferPool, Snapshot
+
+if TYPE_CHECKING:
+    from fastload.saving.call import SaveCall
 
 _log = logging.getLogger(__name__)
 
@@ -33,26 +35,21 @@ class FinishedSave:
 
     Attributes:
         report: The report.
-        world: The ranks.
-        what: Name of the save, for messages.
-        began: `time.perf_counter` of the call.
-        on_report: The caller's function for the report, if any.
-        some_listen: Whether any rank has one.
+        call: The call.
+        some_listen: Whether any rank has an `on_report`.
     """
 
     report: SaveReport
-    world: World
-    what: str
-    began: float
-    on_report: Callable[[SaveReport], object] | None
+    call: SaveCall
     some_listen: bool
 
     def tell(self) -> None:
         """Notifies, and calls `on_report`, on all ranks; if it raises on one, it raises on all."""
-        notify(self.world, "save", self.began, report=self.report)
-        with self.world.together():
-            self.world.tell(self.what, self.report, self.on_report, some_listen=self.some_listen)
-        self.world.acknowledge()
+        call, world = self.call, self.call.world
+        notify(world, "save", call.began, report=self.report)
+        with world.together():
+            world.tell(call.what, self.report, call.options.on_report, some_listen=self.some_listen)
+        world.acknowledge()
 
 
 @short_tracebacks

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.base.registry import extension
 from fastload.comm.group import Meeting
-from fastload.comm.observers import Observers, observe
+from fastload.comm.observers import Observers, notifying_of_failure, observe
 from fastload.comm.world import World
 from fastload.formats.names import MODEL_STEM, NAMES
 from fastload.options import Patience, SaveOptions
@@ -93,6 +94,15 @@ class SaveCall:
     def _patience(self) -> Patience:
         return Patience(self.options.retries, self.world.patience_s / 2)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """As `World.together`; also notifies if the block raises."""
+        with (
+            notifying_of_failure(self.world, "save", self.began, tier=self.tier, step=self.step),
+            self.world.together(),
+        ):
+            yield
+
     def open_target(self) -> Target:
         """Opens write access, without a request to storage.
 
@@ -152,7 +162,7 @@ def make_call(
         storage_options=storage_options,
         options=chosen,
         raise_earlier=raise_earlier,
-        observers=observe(world, chosen.trace),
+        observers=observe(world, chosen.trace, of=os.path.basename(path) if step is not None else ""),
         began=began,
         pool=queued.queue.pool if queued is not None else buffer_pool,
         queued=queued,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 
 from fastload.base.threads import one_torch_thread
 from fastload.comm.failures import kinds_of
-from fastload.comm.observers import notifying_of_failure
 from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
 from fastload.report import SaveRankReport, SaveReport
@@ -60,7 +59,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
     Raises:
         FastloadError: It failed, and pending files were removed; the same error on all ranks.
     """
-    with _beginning(call):
+    with call.together():
         described, agreed = agree(call, state)
         plan = make_plan(call, compare_on_devices(call, described, agreed), agreed)
     begun = BegunSave(plan, agreed, None, None)
@@ -80,7 +79,7 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
         FastloadError: This rank cannot save, and has told the others; or they have met, and one cannot.
     """
     agreed = None
-    with _beginning(call):
+    with call.together():
         with _failing_on_all(call):
             described = describe(call, state)
         if has_to_meet(call, described):
@@ -148,18 +147,6 @@ def _await_turn(call: SaveCall, queued: QueuedSave) -> bool:
     return is_written
 
 
-def _notifying(call: SaveCall) -> AbstractContextManager[None]:
-    """Notifies if the save fails."""
-    return notifying_of_failure(call.world, "save", call.began, tier=call.tier, step=call.step)
-
-
-@contextmanager
-def _beginning(call: SaveCall) -> Iterator[None]:
-    """Ends the call on this rank if the block raises, and notifies."""
-    with _notifying(call), call.world.together():
-        yield
-
-
 @contextmanager
 def _failing_on_all(call: SaveCall) -> Iterator[None]:
     """Tells the other ranks, which this rank has not met, if it fails: they may be in the background."""
@@ -178,7 +165,7 @@ def finishing(call: SaveCall, begun: BegunSave) -> Iterator[SaveAgreement]:
     After an error it removes pending files, and ends the copy of the state.
     """
     try:
-        with _notifying(call), call.world.together():
+        with call.together():
             yield begun.agreed or agree(call, begun.plan.state, has_copied=True)[1]
     except BaseException:
         if begun.snapshot is not None:
@@ -277,7 +264,7 @@ def finished_save(call: SaveCall, report: SaveReport, responses: Sequence[dict[s
         responses: `published_response` of all ranks.
     """
     some_listen = any(response["listens"] for response in kinds_of(responses))
-    return FinishedSave(report, call.world, call.what, call.began, call.options.on_report, some_listen)
+    return FinishedSave(report, call, some_listen)
 
 
 def _report(call: SaveCall, planned: PlannedWrite, published: Sequence[dict[str, Any]]) -> SaveReport:

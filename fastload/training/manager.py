@@ -497,9 +497,6 @@ class CheckpointManager:
         """Saves; returns the handle of a save in the background."""
         policy, given, options = self._policy, self._defaults, self._policy.options
         path = self.path(step)
-        if options.trace is not None:  # one for each checkpoint: trace-step_00000012.json
-            stem, suffix = os.path.splitext(os.fspath(options.trace))
-            options = replace(options, trace=f"{stem}-{os.path.basename(path)}{suffix}")
         call = make_call(
             path,
             given["process_group"],
@@ -610,12 +607,9 @@ class CheckpointManager:
             FastloadError: As for `fastload.load`; if all are damaged, the error of the oldest.
         """
         arguments["into"] = into
-        world, began = self._world, time.perf_counter()
-        with notifying_of_failure(world, "restore", began):
-            state = self._restorer.restore(step, arguments, self._look(step, **arguments))
-        if self._restorer.restored is not None:
-            notify(world, "restore", began, **asdict(self._restorer.restored))
-        return state
+        began = time.perf_counter()
+        with notifying_of_failure(self._world, "restore", began):
+            return self._restorer.restore(step, arguments, self._look(step, **arguments), began)
 
     @property
     def restored_step(self) -> int | None:

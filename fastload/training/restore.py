@@ -6,11 +6,12 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastload import api
+from fastload.comm.observers import notify
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, proves_damage
 from fastload.options import LoadOptions, chosen_options
@@ -34,13 +35,11 @@ class RestoredCheckpoint:
         step: Its step.
         source: Its `Found.source`.
         why: The reason for the source.
-        num_damaged: Number of better ones that could not be restored.
     """
 
     step: int
     source: str
     why: str
-    num_damaged: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class CheckpointRestorer:
         if prefetched is not None:
             prefetched[1].close()
 
-    def restore(self, step: int | None, arguments: Mapping[str, Any], listing: Listing) -> Any:
+    def restore(self, step: int | None, arguments: Mapping[str, Any], listing: Listing, began: float) -> Any:
         """Loads a checkpoint; see `CheckpointManager.restore`.
 
         Tries the newest on storage or in the tier first, and the next one only after damage.
@@ -176,6 +175,7 @@ class CheckpointRestorer:
             step: The step; None for the newest.
             arguments: Arguments of `fastload.load` but for the path.
             listing: The checkpoints on storage.
+            began: `time.perf_counter` of the call.
 
         Raises:
             FastloadError: As for `CheckpointManager.restore`.
@@ -190,7 +190,7 @@ class CheckpointRestorer:
                 raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{also}")
             chosen = candidates[-1]
             try:
-                state = self._load(chosen, candidates, arguments, reason, num_damaged=len(tried))
+                state = self._load(chosen, candidates, arguments, reason)
             except FastloadError as error:
                 if not chosen.blames(error):
                     raise
@@ -212,6 +212,8 @@ class CheckpointRestorer:
                 if chosen.source == STORAGE and is_passed_over:
                     self._warn(f"step {chosen.point.step} is restored from storage: {reason}")
                 self._tell_tier(step, chosen, self._current(in_tier, listing))
+                assert self.restored is not None
+                notify(self._world, "restore", began, **asdict(self.restored), num_damaged=len(tried))
                 return state
             finally:
                 self.end_prefetch()
@@ -251,14 +253,7 @@ class CheckpointRestorer:
         ordered.sort(key=lambda candidate: candidate[:2])
         return [found for *_, found in ordered if found not in tried]
 
-    def _load(
-        self,
-        chosen: Found,
-        others: Sequence[Found],
-        arguments: Mapping[str, Any],
-        reason: str,
-        num_damaged: int,
-    ) -> Any:
+    def _load(self, chosen: Found, others: Sequence[Found], arguments: Mapping[str, Any], reason: str) -> Any:
         restored, given = self._prepare(chosen, others, arguments, reason)
         prefetched = self._prefetched
         is_as_prefetched = not arguments.keys() & self._defaults.keys()
@@ -266,7 +261,7 @@ class CheckpointRestorer:
             state = prefetched[1].load(**arguments)
         else:
             state = chosen.load(given)
-        self.restored = replace(restored, num_damaged=num_damaged)
+        self.restored = restored
         return state
 
     def _prepare(
@@ -332,4 +327,4 @@ def require_valid(step: Any, arguments: Mapping[str, Any]) -> None:
 def _report_source(
     tell: Callable[[LoadReport], None], restored: RestoredCheckpoint, report: LoadReport
 ) -> None:
-    tell(replace(report, source_why=restored.why))
+    tell(replace(report, source=restored.source, source_why=restored.why))

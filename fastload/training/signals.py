@@ -60,10 +60,10 @@ class StopSignals:
         self._queue.put(number)  # reentrant
 
     def _serve(self, on_signal: Callable[[], None]) -> None:
-        is_told = False
+        is_logged = False
         while (number := self._queue.get()) is not None:
-            if not is_told:
-                is_told = True
+            if not is_logged:
+                is_logged = True
                 _log.info("%s: asking all ranks to save and stop", signal.Signals(number).name)
                 on_signal()
 

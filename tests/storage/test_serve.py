@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import fastload
-from fastload import CheckpointNotFound, OptionError
+from fastload import OptionError
 from fastload.ext.serve import checkpoints
 from fastload.ext.serve import server as serving
 from fastload.ext.serve.pace import FIRST_PART_BYTES, next_part

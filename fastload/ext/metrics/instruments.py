@@ -88,7 +88,7 @@ class Meter:
                 self._measure(f"{event.name}.duration", event.seconds, attributes)
         elif isinstance(report, SaveReport):
             self._record_save(report, event, attributes)
-        elif report is not None and event.name in ("load", "stage"):
+        elif report is not None:
             self._record_reads(report, event, attributes)
         elif event.name == "restore":
             self._measure("restore.duration", event.seconds, attributes)
@@ -114,6 +114,7 @@ class Meter:
         self._measure("save.size", own.bytes_written if each else report.nbytes, attributes)
 
     def _record_reads(self, report: Any, event: Event, attributes: Attributes) -> None:
+        """Records a load or a staging, whose report is of another extension."""
         ranks = report.ranks[event.rank : event.rank + 1] if self._each_rank else report.ranks
         name = event.name
         self._measure(f"{name}.duration", max(own.total_s for own in ranks), attributes)

@@ -25,8 +25,7 @@ def log_event(event: Event) -> None:
 
 
 def _line(event: Event) -> str:
-    facts = event.facts
-    report: Any = facts.get("report")
+    facts, report = event.facts, event.facts.get("report")  # of a staging that of another extension
     if isinstance(report, SaveReport):
         step = f"step {report.step}" if report.step is not None else report.url
         moved = _moved(report.nbytes, report.total_s)
@@ -36,7 +35,7 @@ def _line(event: Event) -> str:
             f"loaded {report.url} from {report.source}: {_moved(report.bytes_wanted, report.total_s)};"
             f" {report.strategy}, read {report.read_amplification:.2f} ×"
         )
-    if event.name == "stage":
+    if report is not None:
         return (
             f"staged {report.url} to {report.path}: {_moved(report.nbytes, report.total_s)};"
             f" read {report.read_amplification:.2f} ×"

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fastload.base.units import count, format_bytes
-from fastload.report import LoadReport, Report, SaveReport, VerifyReport
+from fastload.report import LoadReport, SaveReport, VerifyReport
 
 _MAX_RANKS = 16  # in print(report), which every rank of a job may do
 
 _Column = tuple[str, Callable[[Any], str]]
 
 
-def table(report: Report, *, is_complete: bool = False, sharded: bool = False) -> str:
+def table(report: Any, *, is_complete: bool = False, sharded: bool = False) -> str:
     """Returns a report as a table, with a line for each rank.
 
     Args:
-        report: The report.
+        report: The report of a load, save, staging or verification.
         is_complete: Whether all ranks have a line; else the slowest ones.
         sharded: Whether each rank has loaded its parts of the tensors.
     """
@@ -28,7 +28,7 @@ def table(report: Report, *, is_complete: bool = False, sharded: bool = False) -
         lines, columns = _save(report), _SAVE
     elif isinstance(report, VerifyReport):
         return "\n".join(_verify(report))
-    else:  # of staging, which has a class of its own
+    else:
         lines, columns = _stage(report), _STAGE
     ranks = [own for own in report.ranks if getattr(own, "leads", True)]
     shown = ranks
@@ -132,7 +132,7 @@ def _save(report: SaveReport) -> list[str]:
     return lines + [f"in place of {url}" for url in report.came_instead_of]
 
 
-def _stage(report: Any) -> list[str]:
+def _stage(report: Any) -> list[str]:  # the class is that of another extension
     return [
         f"{report.url}: {format_bytes(report.nbytes)} in {count(report.num_files, 'file')}, "
         f"at {report.path} of {count(report.num_hosts, 'host')}",

@@ -27,16 +27,18 @@ class Tracing:
     Args:
         world: The ranks.
         path: The file.
+        of: Name of the checkpoint, which that of the file then has before its suffix; else empty.
 
     Attributes:
         error: Why rank 0 could not write the last file, or None.
     """
 
-    def __init__(self, world: World, path: str | os.PathLike[str]) -> None:
+    def __init__(self, world: World, path: str | os.PathLike[str], of: str = "") -> None:
         self._world = world
         self._hosts: Sequence[str] = ()
         self.error: FastloadError | None = None
-        self._path = _from_here(path)
+        stem, suffix = os.path.splitext(os.fspath(path))
+        self._path = _from_here(f"{stem}-{of}{suffix}" if of else path)
         self._turn = itertools.count()
         self._place = ""
         self._own: RankTrace | None = None
