@@ -18,8 +18,9 @@ from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, Pe
 from fastload.ext.memory import flush
 from fastload.ext.memory.recovery import Recovery, recover
 from tests.checkpoints import flip
-from tests.dist.flush_draws import run_draw
+from tests.dist.flush_draws import Processes, run_draw
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.patience import patient
 from tests.dist.test_memory_flush import OPTIONS, files, parts, steps_in
 from tests.dist.test_memory_tier import (
     COMMIT,
@@ -202,6 +203,26 @@ def test_damage_of_what_each_rank_has_of_its_own(rank: int, world: int, tmp_path
     dist.barrier()
     assert flushed(tmp_path).step == 1
     assert fastload.load(tmp_path / ROOT / "step_00000001")["rng"].tolist() == [rank, 1]
+
+
+def leave_one_copy(rank: int, world: int, tmp_path: Path) -> None:
+    left_behind(tmp_path, 1, rank=rank, memory_copies=1)
+
+
+def test_ls_asks_the_hosts_on_which_it_runs(tmp_path: Path) -> None:
+    run_ranks(leave_one_copy, 2, ranks_per_host=1, tmp_path=tmp_path)
+    ls = ["-m", "fastload", "ls", str(tmp_path / ROOT), "--memory"]
+    statuses, output = Processes(
+        [[*ls, str(tmp_path / "memory" / f"host{n}")] for n in range(2)], tmp_path
+    ).end(patient(60))
+    assert statuses == [0, 0], output
+    assert output.endswith("a restore takes step 1 from memory: the newest on storage is step 0\n")
+    statuses, output = Processes([[*ls, str(tmp_path / "memory" / "host0")]], tmp_path).end(patient(60))
+    assert statuses == [0], output
+    alone = (
+        "a restore takes step 0 from storage: 1 of the 2 shares of step 1 are on no host\nthe memory of other"
+    )
+    assert alone in output
 
 
 def killed_while_it_writes(rank: int, world: int, tmp_path: Path) -> None:
