@@ -186,7 +186,7 @@ def ls(root: str | None, memory: str | None, as_json: bool) -> None:
         print_json({"root": catalog.root.url, "checkpoints": listed, "restore": choices})
     else:
         _print_entries(entries)
-        _print_choices(choices, {entry.step: entry for entry in entries}, note)
+        _print_choices(choices, {entry.step: entry.state for entry in entries}, note)
 
 
 def _choices(launch: Launch, catalog: Catalog, memory: str) -> tuple[list[dict[str, Any]], str]:
@@ -211,18 +211,15 @@ def _choices(launch: Launch, catalog: Catalog, memory: str) -> tuple[list[dict[s
 _ONE_HOST = "the memory of other hosts was not looked at: run this with --memory on all of them, as by srun"
 
 
-def _print_choices(choices: list[dict[str, Any]], entries: Mapping[int, Entry], note: str) -> None:
+def _print_choices(choices: list[dict[str, Any]], states: Mapping[int, str], note: str) -> None:
     console = stdout()
     for each in choices:
-        is_stored = each["source"] == STORAGE
-        why = f": {each['why']}" if each["why"] else ""
-        if is_stored and not entries[each["step"]].is_complete:
-            console.print(
-                f"a restore passes over step {each['step']}, which is {entries[each['step']].state}"
-            )
-            continue
-        console.print(f"a restore takes step {each['step']} from {each['source']}{shown(why)}")
-        break
+        step, source, why = each["step"], each["source"], each["why"]
+        state = states.get(step, "gone") if source == STORAGE else "complete"
+        if state == "complete":
+            console.print(f"a restore takes step {step} from {source}{shown(f': {why}') if why else ''}")
+            break
+        console.print(f"a restore passes over step {step}, which is {state}")
     if note:
         console.print(note)
 

@@ -121,10 +121,8 @@ class CheckpointRestorer:
         With a tier, a call of all ranks; raises as `restore`.
         """
         in_tier = self._survey()
-        found, reason = (
-            self._candidates(None, listing, in_tier, ()),
-            self._why_not_from_tier(in_tier, listing),
-        )
+        found = self._candidates(None, listing, in_tier, ())
+        reason = self._why_not_from_tier(in_tier, listing)
         return [(each, self._prepare(each, found, {}, reason)[0].why) for each in reversed(found)]
 
     def _survey(self) -> Sequence[Found]:

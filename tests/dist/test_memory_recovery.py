@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import pytest
 import torch.distributed as dist
 
 import fastload
-from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, WorldError
+from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, PeerError, WorldError
+from fastload.ext.memory import flush
 from fastload.ext.memory.recovery import Recovery, recover
 from tests.checkpoints import flip
-from tests.dist.flush_draws import run_draw
-from tests.dist.harness import ranks
+from tests.dist.flush_draws import Processes, run_draw
+from tests.dist.harness import ranks, run_ranks
+from tests.dist.patience import patient
 from tests.dist.test_memory_flush import OPTIONS, files, parts, steps_in
 from tests.dist.test_memory_tier import (
     COMMIT,
@@ -72,7 +76,7 @@ def test_the_newest_step_is_written_as_a_save_would_have_it(rank: int, world: in
 def test_a_run_that_lives_and_processes_that_share_a_host(rank: int, world: int, tmp_path: Path) -> None:
     manager = manage(tmp_path, tmp_path / "memory")
     keep(manager, 1)
-    with pytest.raises(WorldError, match=r"processes of the run in .* live on host0:.* and|, host1:.*: end"):
+    with pytest.raises(WorldError, match=r"of the run in .* live on host0:\S+, host1:\S+: end them first"):
         flushed(tmp_path)
     crash(manager)
     with pytest.raises(OptionError, match=r"ranks 0, 1 all run on host0:\S+: start one process a host"):
@@ -201,8 +205,59 @@ def test_damage_of_what_each_rank_has_of_its_own(rank: int, world: int, tmp_path
     assert fastload.load(tmp_path / ROOT / "step_00000001")["rng"].tolist() == [rank, 1]
 
 
+def leave_one_copy(rank: int, world: int, tmp_path: Path) -> None:
+    left_behind(tmp_path, 1, rank=rank, memory_copies=1)
+
+
+def test_ls_asks_the_hosts_on_which_it_runs(tmp_path: Path) -> None:
+    run_ranks(leave_one_copy, 2, ranks_per_host=1, tmp_path=tmp_path)
+    ls = ["-m", "fastload", "ls", str(tmp_path / ROOT), "--memory"]
+    statuses, output = Processes(
+        [[*ls, str(tmp_path / "memory" / f"host{n}")] for n in range(2)], tmp_path
+    ).end(patient(60))
+    assert statuses == [0, 0], output
+    assert output.endswith("a restore takes step 1 from memory: the newest on storage is step 0\n")
+    statuses, output = Processes([[*ls, str(tmp_path / "memory" / "host0")]], tmp_path).end(patient(60))
+    assert statuses == [0], output
+    alone = (
+        "a restore takes step 0 from storage: 1 of the 2 shares of step 1 are on no host\nthe memory of other"
+    )
+    assert alone in output
+
+
+def killed_while_it_writes(rank: int, world: int, tmp_path: Path) -> None:
+    """Leaves a step in memory, and flushes it; rank 1 dies when it has written its bytes."""
+    left_behind(tmp_path, 1, rank=rank)
+    os.environ["FASTLOAD_TIMEOUT_S"] = "4"
+    write = flush._write
+
+    def write_and_die(*arguments: Any) -> Any:
+        written = write(*arguments)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flush, "_write", write_and_die)
+        with pytest.raises(PeerError, match=r"writing step 1 from memory .*rank 1 on host1"):
+            flushed(tmp_path)
+
+
+def flush_again(rank: int, world: int, tmp_path: Path) -> None:
+    assert flushed(tmp_path).step == 1
+    assert fastload.load(tmp_path / ROOT / "step_00000001")["rng"].tolist() == [rank, 1]
+
+
+@pytest.mark.timeout(150)
+def test_a_host_that_is_killed_in_the_middle(tmp_path: Path) -> None:
+    run_ranks(killed_while_it_writes, 2, ranks_per_host=1, dies={1: signal.SIGKILL}, tmp_path=tmp_path)
+    assert steps_in(tmp_path) == [0]
+    run_ranks(flush_again, 2, ranks_per_host=1, tmp_path=tmp_path)
+    assert steps_in(tmp_path) == [0, 1]
+
+
 @pytest.mark.slow(but=["1016"])
-@pytest.mark.parametrize("seed", [1016, 1028, 1036])
+@pytest.mark.parametrize("seed", [1016, 1026, 1028, 1036])
 def test_trainings_and_flushes_that_are_killed(seed: int, tmp_path: Path) -> None:
     """A few of the draws of scripts/flush_draws.py: killed flushes, a damaged copy, a lost host."""
     run_draw(seed, tmp_path / "draw")
