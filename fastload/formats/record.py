@@ -18,6 +18,7 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
+from fastload.formats.codecs import has_coded
 from fastload.formats.manifest import CHECKSUM_BYTES as CHECKSUM_BYTES
 from fastload.formats.manifest import Delta, Manifest, TensorEntry, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
@@ -25,7 +26,6 @@ from fastload.formats.reading import digest_of_file, read_bytes, read_limited, s
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
-from fastload.formats.codecs import has_coded
 from fastload.formats.untrusted import are_sizes, is_plain_path, is_size, parse_json, parse_metadata, show
 from fastload.geometry.box import is_dense
 from fastload.storage.base import Storage
