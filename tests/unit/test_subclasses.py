@@ -67,6 +67,8 @@ class Scaled(Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             [one] = args
             return cls(func(one.elements), func(one.scale), one.context)
+        if func is torch.ops.aten.view.default:  # of DTensor.from_local, to the same shape
+            return cls(args[0].elements, args[0].scale, args[0].context)
         if func is torch.ops.aten.copy_.default:
             one, other = args
             one.elements.copy_(other.elements)
