@@ -381,7 +381,7 @@ def save_to_bucket(rank: int, world: int, url: str, storage: Any) -> None:
 
 
 def test_in_a_bucket(tmp_path: Path) -> None:
-    with seaweed_server(tmp_path / "server") as storage:
+    with seaweed_server(tmp_path) as storage:
         run_ranks(save_to_bucket, 2, url=f"s3://{BUCKET}/iter_1", storage=storage)
         found = client_of(storage).list_objects_v2(Bucket=BUCKET, Prefix="iter_1/")["Contents"]
     names = {one["Key"].rpartition("/")[2] for one in found}
