@@ -19,7 +19,7 @@ import fastload
 from fastload import Box, CheckpointManager, Shard
 from fastload.errors import OptionError, PeerError, PlanMismatch, ReplicaMismatch, StateChanged
 from fastload.geometry.dtensors import narrowed
-from tests.accelerator.device_module import accelerator
+from tests.accelerator import accelerator
 from tests.checkpoints import assert_same_bits
 from tests.dist.draws import draw_state
 from tests.dist.harness import ranks
