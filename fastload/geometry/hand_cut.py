@@ -77,14 +77,14 @@ class Shard(Tensor):
         ]
         return self.of_boxes(pairs, (*self.shape, 2))
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         boxes = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box, _ in self.boxes)
         return f"fastload.Shard({boxes} of {list(self.shape)}, {self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:

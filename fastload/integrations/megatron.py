@@ -395,7 +395,7 @@ def load(
     """
     what, group = f"loading {checkpoint_dir}", {"process_group": process_group, "options": options}
     with fastload.open(checkpoint_dir, storage_options=storage_options, **group) as checkpoint:
-        source = _Source(checkpoint, checkpoint.outline())
+        source = _StoredState(checkpoint, checkpoint.outline())
         with step_of_all(f"{what}: the state", **group) as step:
             refuse(
                 what,
@@ -419,7 +419,7 @@ def load(
             wanted, missing, unexpected = validate_integrity_and_strict_load(
                 wanted, handling, False, None, accessed, source.metadata()
             )
-            request = _Wanted(source, wanted, with_common=not has_file)
+            request = _StateTargets(source, wanted, with_common=not has_file)
         checkpoint.read(request.boxes, cast=True)
         common_file = step.attachment if has_file else None
         with step_of_all(f"{what}: the result", **group):
@@ -451,9 +451,9 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Any:
         """Loads; raises as `load`."""
         with fastload.open(checkpoint_dir, options=self._options) as checkpoint:
-            source = _Source(checkpoint, checkpoint.outline())
+            source = _StoredState(checkpoint, checkpoint.outline())
             with step_of_all(f"loading {checkpoint_dir}: its keys", options=self._options):
-                request = _Wanted(source, sharded_state_dict)
+                request = _StateTargets(source, sharded_state_dict)
             checkpoint.read(request.boxes, cast=True)
             return request.loaded()
 
@@ -465,7 +465,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Returns the tensors and objects of a checkpoint by key, without data. A call of all ranks."""
         with fastload.open(checkpoint_dir, options=self._options) as checkpoint:
-            return _Source(checkpoint, checkpoint.outline()).metadata()
+            return _StoredState(checkpoint, checkpoint.outline()).metadata()
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Does nothing: `load` recognises the format."""
@@ -474,7 +474,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """Does nothing: `load` refuses a version that it does not know."""
 
 
-class _Source:
+class _StoredState:
     """What a checkpoint holds of a state of Megatron's.
 
     Args:
@@ -514,7 +514,7 @@ class _Source:
         return {**found, **{key: ShardedObject.empty_from_unique_key(key) for key in self.objects}}
 
 
-class _Wanted:
+class _StateTargets:
     """What one rank loads, and the memory it goes to.
 
     Args:
@@ -526,7 +526,7 @@ class _Wanted:
         boxes: As for `Checkpoint.read`.
     """
 
-    def __init__(self, source: _Source, sharded: dict[str, Any], *, with_common: bool = False) -> None:
+    def __init__(self, source: _StoredState, sharded: dict[str, Any], *, with_common: bool = False) -> None:
         self.boxes: dict[str, list[tuple[Box, Tensor]]] = {}
         self._source = source
         self._sharded = sharded

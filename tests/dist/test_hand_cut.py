@@ -17,11 +17,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor, placement_typ
 
 import fastload
 from fastload import Box, CheckpointManager, Shard
-from fastload.errors import OptionError, PlanMismatch, ReplicaMismatch
+from fastload.errors import OptionError, PeerError, PlanMismatch, ReplicaMismatch, StateChanged
 from fastload.geometry.dtensors import narrowed
+from tests.accelerator import accelerator
 from tests.checkpoints import assert_same_bits
 from tests.dist.draws import draw_state
 from tests.dist.harness import ranks
+from tests.dist.test_overlapped_saves import PATIENCE_S, Gate
 from tests.dist.test_sharded import MESHES, locals_of, placed
 from tests.dist.test_sharded_saves import files, options, save_plain
 
@@ -303,3 +305,42 @@ def test_a_shard_does_not_come_one_by_one(rank: int, world: int, tmp_path: Path)
     tensors = iter([("w", Shard(torch.zeros(2), (4,), (2 * rank,)))])
     with pytest.raises(fastload.PeerError, match=r"'w' is a fastload\.Shard.*DTensors only"):
         fastload.save_stream(tensors, tmp_path / "saved", spool=tmp_path, options=options())
+
+
+@ranks(2, accelerator=True)
+def test_shards_on_devices(rank: int, world: int, tmp_path: Path) -> None:
+    """Replicas on devices are compared there, and what arrives goes into the boxes on devices."""
+    device = f"emu:{rank}"
+    weight = torch.arange(600.0).view(20, 30)
+    tops = [Box((0, 0), (10, 30)), Box((10, 10 * rank), (10, 20))]  # the second ones overlap in part
+    on_device = [(box, narrowed(weight, box).to(device)) for box in tops]
+    state = {"w": Shard.of_boxes(on_device, weight.shape)}
+    for snapshot in ("block", "overlap"):
+        handle = fastload.async_save(state, tmp_path / snapshot, options=options(snapshot=snapshot))
+        handle.wait_snapshot()
+        handle.wait()
+        columns = torch.zeros(20, 15, device=device)
+        into = {"w": Shard(columns, (20, 30), (0, 15 * rank))}
+        fastload.load(tmp_path / snapshot, into=into, options=LOAD)
+        assert torch.equal(columns.cpu(), weight[:, 15 * rank : 15 * rank + 15])
+    if rank == 1:
+        on_device[1][1][3, 4] += 1  # element 13, 14, which is on rank 0, too
+    with pytest.raises(ReplicaMismatch, match=r"w: rank 1 not as .*, in elements \[10:20, 10:20\]"):
+        fastload.save(state, tmp_path / "different", options=options())
+    assert accelerator().faults() == []
+
+
+@ranks(2)
+def test_a_change_of_a_shard_under_the_next_step_is_seen(rank: int, world: int, tmp_path: Path) -> None:
+    weight = torch.ones(300, 200)
+    state = {"w": Shard(weight, (600, 200), (300 * rank, 0))}
+    with Gate().in_place() as gate:
+        handle = gate.save(state, tmp_path / "saved")
+        if rank == 1:
+            weight += 1
+        gate.opened.set()
+        with pytest.raises(PeerError) as raised:
+            handle.wait(PATIENCE_S)
+    [error] = raised.value.failures.values()
+    assert isinstance(error, StateChanged)
+    assert error.tensors == ("w",)

@@ -265,13 +265,15 @@ def _is_cut(planner: DefaultSavePlanner, name: str, items: Sequence[WriteItem]) 
 
 def _shard_of(planner: DefaultSavePlanner, items: Sequence[WriteItem]) -> fastload.Shard:
     """Returns the boxes of a tensor that a planner writes."""
+    shape: tuple[int, ...] = ()
     boxes = []
     for item in items:
-        data = item.tensor_data
+        data, tensor = item.tensor_data, planner.resolve_data(item)
         assert data is not None, "the planner's interface requires it"
-        box = fastload.Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        boxes.append((box, planner.resolve_data(item)))
-    return fastload.Shard.of_boxes(boxes, data.size)
+        assert isinstance(tensor, Tensor), "likewise"
+        shape = tuple(data.size)
+        boxes.append((fastload.Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tensor))
+    return fastload.Shard.of_boxes(boxes, shape)
 
 
 def _write_cut(item: WriteItem) -> Cut:
