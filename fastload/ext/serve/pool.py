@@ -178,19 +178,17 @@ class PeerPool:
         if not loans:
             wait_s = self._questions.left_s(now_s)
             return (wait_s, None) if wait_s > 0 else self._choose_origin(name, at, ends, now_s)
-        ready = [one for one in loans if one.is_coming or not self._speed_of(one).is_silent(now_s)]
-        if all(one.is_coming for one in ready):
-            silent = [self._speed_of(one) for one in loans if not one.is_coming]
-            wait_s = min((speed.since_s for speed in silent), default=0.0) + _TRIAL_S - now_s
-            if wait_s > 0:
-                return wait_s, None
+        there = [one for one in loans if not one.is_coming]
+        ready = [one for one in there if not self._speed_of(one).is_silent(now_s)]
         if not ready:
-            return self._choose_origin(name, at, ends, now_s)
-        loan = min(ready, key=lambda one: (one.is_coming, self._speed_of(one).expected_s(one.end - at)))
-        if loan.is_coming:
-            return 0.0, loan
+            since_s = min((self._speed_of(one).since_s for one in there), default=0.0)
+            if since_s + _TRIAL_S > now_s:  # the first bytes of a peer may come in a moment
+                return since_s + _TRIAL_S - now_s, None
+            coming = min((one for one in loans if one.is_coming), key=lambda one: one.end, default=None)
+            return (0.0, coming) if coming is not None else self._choose_origin(name, at, ends, now_s)
         if self._is_origin_faster(now_s):
-            return 0.0, Loan(None, loan.end)
+            return 0.0, Loan(None, ends[-1])
+        loan = min(ready, key=lambda one: self._speed_of(one).expected_s(one.end - at))
         speed = self._speed_of(loan)
         has_room = speed.queued_bytes + loan.end - at <= 2 * speed.request_bytes
         is_free = not speed.num_requests or (has_room and speed.num_requests < _MOST_REQUESTS)

@@ -34,7 +34,7 @@ _STALL_S = 30.0  # for a client to take one part of a response
 _COMING_S = 10.0  # for bytes that are on their way here
 _POLL_S = 0.02
 _CHECK_S = 0.5  # between looks at whether they still are, which take longer
-_INDEX_PAUSE = 10  # × the time to make the index, before it is made again
+_INDEX_PAUSE = 4  # × the time to make the index, before it is made again
 _TLS_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _METHODS = ("GET", "HEAD")
