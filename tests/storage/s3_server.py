@@ -46,12 +46,16 @@ def client_of(options: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[dict[str, Any]]:
-    """Has rclone serve a folder, in which the bucket is made; yields the storage options of its clients."""
+def s3_server(folder: Path, path: str = "") -> Iterator[dict[str, Any]]:
+    """Has rclone serve a folder, in which the bucket is made; yields the storage options of its clients.
+
+    Below a path, it takes any keys.
+    """
     _need("rclone")
     (folder / BUCKET).mkdir(parents=True)
     command = ["rclone", "serve", "s3", str(folder), "--config", "", "--addr", "127.0.0.1:0"]
-    command += ["--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "off", "--dir-cache-time", "24h"]
+    command += ["--vfs-cache-mode", "off", "--dir-cache-time", "24h"]
+    command += ["--baseurl", path] if path else ["--auth-key", f"{KEY},{SECRET}"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:

@@ -138,6 +138,11 @@ def test_urls_that_are_none(hub: HubServer, url: str) -> None:
         open_hub(url)
 
 
+def test_a_storage_bucket_says_how_it_is_opened(hub: HubServer) -> None:
+    with pytest.raises(OptionError, match=r"as S3: s3://runs/step-100 with the endpoint https://s3\.\S+/me "):
+        open_hub("hf://buckets/me/runs/step-100")
+
+
 def test_options(hub: HubServer, checkpoint: Path) -> None:
     with pytest.raises(OptionError, match=r"storage_options are .* not \['revision'\]"):
         open_hub(revision="main")

@@ -24,7 +24,7 @@ from fastload.formats.names import NAMES
 from fastload.storage import open_storage, open_target
 from tests.pages import page
 from tests.storage.gateway import Answer, Authority, Gateway, Request, make_authority, serving_gateway
-from tests.storage.s3_server import BUCKET, DOMAIN, KEY, SECRET
+from tests.storage.s3_server import BUCKET, DOMAIN, KEY, SECRET, s3_server
 
 KEYS = {"access_key_id": KEY, "secret_access_key": SECRET}
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -302,6 +302,14 @@ def test_settings(
         assert re.fullmatch(case.host, request.host), request
         for header, value in case.headers.items():
             assert re.fullmatch(value, request.headers.get(header, "")), (header, request)
+
+
+def test_an_endpoint_with_a_path(tmp_path: Path) -> None:
+    """As that of the storage buckets of the Hugging Face hub."""
+    with s3_server(tmp_path, "/me") as options, serving_gateway(options["endpoint"]) as gateway:
+        gateway.change = as_a_part
+        round_trip({**options, "endpoint": f"{gateway.url}/me"})
+        assert {request.path.partition("?")[0].split("/")[1] for request in gateway.log} == {"me"}
 
 
 def test_every_setting_of_the_page_is_tried() -> None:

@@ -45,6 +45,8 @@ _URL = re.compile(
     r"(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.+))?",
     re.DOTALL,
 )
+_BUCKET = re.compile(r"hf://buckets/(?P<namespace>[^/]+)/(?P<name>.+)", re.DOTALL)
+_BUCKETS = "https://s3.hf.co"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSION = re.compile(r"(?P<commit>[0-9a-f]{40}):(?P<content>[0-9a-f]{40}|[0-9a-f]{64}|)")
 _SHA_256_DIGITS = 64
@@ -88,6 +90,11 @@ class _Repository:
     """
 
     def __init__(self, location: Location, options: Mapping[str, Any], attempt_s: float) -> None:
+        if bucket := _BUCKET.fullmatch(location.address):
+            raise OptionError(
+                f"path={location.url!r}: open a storage bucket of the hub as S3: s3://{bucket['name']} with "
+                f"the endpoint {_BUCKETS}/{bucket['namespace']} and S3 keys of your token"
+            )
         found = _URL.fullmatch(location.address)
         self.path = (found and found["path"]) or ""
         if found is None or (self.path and not _is_plain(self.path)):
