@@ -55,7 +55,7 @@ class Processes:
             ]
 
     def kill(self, which: str, number: int) -> None:
-        """Kills all of them, or one, or their launcher with its store; after that, who is left ends."""
+        """Kills all of them, or one, or their launcher with its store; the others go on."""
         if which == "launcher":
             self._store = None
         for process in self._processes if which == "all" else self._processes[number:][: which == "one"]:

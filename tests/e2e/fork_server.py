@@ -116,7 +116,8 @@ def _fork(connection: socket.socket, others: list[Any]) -> int:
     os.setpgid(pid, pid)
     for descriptor in descriptors:
         os.close(descriptor)
-    connection.sendall(b"%d\n" % pid)
+    with contextlib.suppress(OSError):  # who asked for it was killed meanwhile, and so it is next
+        connection.sendall(b"%d\n" % pid)
     return pid
 
 
