@@ -48,14 +48,12 @@ from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
 from fastload.errors import FastloadError, ManifestError, MismatchError, UnsupportedVersion, first_lines
-from fastload.formats.codecs import CodedNode
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.values import (
     BARE_NAME,
     Unknown,
     crowded,
     decode_value,
-    encode_value,
     key_text,
     list_of,
     num_chars,
@@ -219,22 +217,6 @@ def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
         return None
     keys = read_keys(list_of(payload)[::2])
     return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
-
-
-@checked
-def coded_of(node: Any) -> CodedNode | None:
-    """Returns the node of a value of an extension; None for other nodes.
-
-    Raises:
-        ManifestError: It is malformed.
-    """
-    is_coded = type(node) is dict and node.keys() == {"coded"}
-    return CodedNode.of(node["coded"]) if is_coded else None
-
-
-def dict_node(nodes: Mapping[Any, Any]) -> Any:
-    """Returns the node of a dict, given those of its values by key."""
-    return {"dict": [each for key, node in nodes.items() for each in (encode_value(key), node)]}
 
 
 def leaf_of(node: Any, name: str) -> SavedTensor | None:

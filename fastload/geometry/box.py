@@ -241,24 +241,6 @@ def strided_runs(box: Box, strides: Sequence[int]) -> Runs:
     return Runs(start, length, tuple(reversed(steps)))
 
 
-def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
-    """Returns why boxes do not contain each element of a tensor once; empty if they do.
-
-    Args:
-        boxes: The boxes in any order; empty ones do not count.
-        shape: Shape of the tensor.
-    """
-    outside = next((box for box in boxes if not box.is_within(shape)), None)
-    if outside is not None:
-        return f"{_text(outside)} is out of bounds for a tensor of shape {list(shape)}"
-    filled = [box for box in boxes if box.numel]
-    problem = overlap_of(filled, len(shape))
-    numel, wanted = sum(box.numel for box in filled), prod(shape)
-    if not problem and numel != wanted:
-        problem = f"its boxes have {numel} of {wanted} elements"
-    return problem
-
-
 def overlap_of(boxes: Sequence[Box], num_dims: int) -> str:
     """Returns which two boxes overlap, or that they are too many to tell; empty if none do.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import MismatchError, OptionError
-from fastload.formats.codecs import CodedNode
+from fastload.formats.codecs import CodedNode, coded_of
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
@@ -30,7 +30,6 @@ from fastload.formats.state import (
     RegroupedNode,
     SavedTensor,
     children,
-    coded_of,
     has_gap,
     leaf,
     leaves,
@@ -559,8 +558,8 @@ class _Walk:
         for local, target in found.in_place.items():
             if isinstance(one := saved[local], SavedTensor):
                 self.pairs.tensors.append((one, own[target]))
-            else:
-                self._coded(own[target], CodedNode.of(one.node["coded"]), one.name)
+            elif (coded := coded_of(one.node)) is not None:
+                self._coded(own[target], coded, one.name)
             given[local] = own[target]
         for local in found.fresh:
             given[local] = SavedValue.of(saved[local])

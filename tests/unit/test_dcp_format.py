@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import fastload
 from fastload.errors import IncompleteCheckpoint, ManifestError
-from fastload.ext.formats.joined import nested
+from fastload.ext.formats.joined import nested, tiling_problem
 from fastload.formats.decoder import decode_state
-from fastload.geometry.box import Box, tiling_problem
+from fastload.geometry.box import Box
 from tests.e2e.forked import run_forked
 from tests.unit.test_pieces import tilings
 

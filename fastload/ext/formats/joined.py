@@ -12,7 +12,7 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.untrusted import are_sizes, parse_json, show
 from fastload.formats.values import MAX_DEPTH, encode_value
-from fastload.geometry.box import Box, row_major, tiling_problem
+from fastload.geometry.box import Box, overlap_of, row_major
 
 _MAX_HOLES = 1000  # members of lists that were not saved; and one more for each name
 
@@ -260,3 +260,27 @@ def _parameters(tree: _Tree) -> set[str]:
         if type(params) is _Leaf and type(params.node) is list:
             found |= {str(number) for number in params.node if type(number) is int}
     return found
+
+
+def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
+    """Returns why boxes do not contain each element of a tensor once; empty if they do.
+
+    Args:
+        boxes: The boxes in any order; empty ones do not count.
+        shape: Shape of the tensor.
+    """
+    outside = next((box for box in boxes if not box.is_within(shape)), None)
+    if outside is not None:
+        where = f"the box at {list(outside.offsets)} of {list(outside.sizes)}"
+        return f"{where} is out of bounds for a tensor of shape {list(shape)}"
+    filled = [box for box in boxes if box.numel]
+    problem = overlap_of(filled, len(shape))
+    numel, wanted = sum(box.numel for box in filled), prod(shape)
+    if not problem and numel != wanted:
+        problem = f"its boxes have {numel} of {wanted} elements"
+    return problem
+
+
+def dict_node(nodes: Mapping[Any, Any]) -> Any:
+    """Returns the node of a dict, given those of its values by key."""
+    return {"dict": [each for key, node in nodes.items() for each in (encode_value(key), node)]}

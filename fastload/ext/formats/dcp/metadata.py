@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
+from fastload.ext.formats.joined import tiling_problem
 from fastload.ext.formats.torch_save.unpickle import Global, PickledCall, PickledDict, PickleParser, unpickle
 from fastload.formats.untrusted import MemoryBudget, is_size, is_unicode, show
 from fastload.formats.values import MAX_DEPTH, num_chars
-from fastload.geometry.box import Box, tiling_problem
+from fastload.geometry.box import Box
 
 _METADATA = ("Metadata", "MCoreMetadata")
 _TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"
