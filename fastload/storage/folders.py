@@ -30,7 +30,7 @@ _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTAL
 _MAX_SMALL_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 1 << 20
 _MOST_LISTED = 1000  # to find a similar name
-
+_MAX_LINKS = 40  # as the kernel follows
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -187,6 +187,20 @@ def is_same(one: str, other: str) -> bool:
         return os.path.samefile(one, other)
     except OSError:  # there is none
         return False
+
+
+def resolve_sibling(path: str) -> str:
+    """Follows a link to a directory next to it, such as ``latest``; returns the path of that directory."""
+    for _ in range(_MAX_LINKS):
+        folder, name = os.path.split(path.rstrip("/"))
+        if not os.path.islink(os.path.join(folder, name)):
+            break
+        target = os.path.join(folder, os.readlink(os.path.join(folder, name)))
+        parent, own = os.path.split(target.rstrip("/"))
+        if own in (".", "..") or os.path.realpath(parent) != os.path.realpath(folder):
+            break
+        path = os.path.join(folder, own)
+    return path
 
 
 def exchange(one: str, folder: int, other: str, parent: int) -> None:

@@ -65,7 +65,6 @@ from fastload.storage.base import DEFAULT_WRITES
 from fastload.transfer.links import Wire
 
 _log = logging.getLogger(__name__)
-_MAX_LINKS = 40  # as the kernel follows
 _ROW_WORDS = 4  # of a block: number, checksum, values, indices
 _USELESS = 0.9  # of the bytes of a complete checkpoint: a delta of that size only makes loads slower
 _WHAT_TO_SAVE = (
@@ -175,21 +174,7 @@ def locate_base(path: str | os.PathLike[str]) -> Location:
     The link may lead elsewhere by the time of a load.
     """
     found = locate(path)
-    return found if found.scheme else locate(_resolve_sibling(found.address))
-
-
-def _resolve_sibling(path: str) -> str:
-    """Follows a link to a directory next to it, such as ``latest``; returns the path of that directory."""
-    for _ in range(_MAX_LINKS):
-        folder, name = os.path.split(path.rstrip("/"))
-        if not os.path.islink(os.path.join(folder, name)):
-            break
-        target = os.path.join(folder, os.readlink(os.path.join(folder, name)))
-        parent, own = os.path.split(target.rstrip("/"))
-        if own in (".", "..") or os.path.realpath(parent) != os.path.realpath(folder):
-            break
-        path = os.path.join(folder, own)
-    return path
+    return found if found.scheme else locate(folders.resolve_sibling(found.address))
 
 
 def base_name(base: Location, location: Location) -> str:
