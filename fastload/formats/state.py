@@ -403,20 +403,20 @@ def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
         name, number = place
         return {"PerRank": [name, [nodes[number] for nodes in values]]}
 
-    return _with_replaced(structure, {"PerRank": filled})
+    return with_replaced(structure, {"PerRank": filled})
 
 
-def _with_replaced(node: Any, replace: Mapping[str, Callable[[Any], Any]]) -> Any:
+def with_replaced(node: Any, replace: Mapping[str, Callable[[Any], Any]]) -> Any:
     """Returns a structure with the nodes of some tags replaced, given their payloads."""
     if type(node) is list:
-        return [_with_replaced(child, replace) for child in node]
+        return [with_replaced(child, replace) for child in node]
     if type(node) is not dict:
         return node
     if len(node) == 1:
         ((tag, payload),) = node.items()
         if tag in replace:
             return replace[tag](payload)
-    return {tag: _with_replaced(payload, replace) for tag, payload in node.items()}
+    return {tag: with_replaced(payload, replace) for tag, payload in node.items()}
 
 
 @dataclass
@@ -475,7 +475,7 @@ def own_view(structure: Any, rank: int, size: int, on_mismatch: PerRankMismatch 
         view.refused += lines
         return NO_VALUE
 
-    view.structure = _with_replaced(structure, {"PerRank": own, "refused": refuse})
+    view.structure = with_replaced(structure, {"PerRank": own, "refused": refuse})
     return view
 
 
