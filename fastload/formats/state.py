@@ -494,15 +494,6 @@ def has_gap(node: Any) -> bool:
 # Values that cannot be loaded
 
 
-def refused_node(text: str) -> Any:
-    """Returns the node of a value that cannot be loaded.
-
-    Args:
-        text: Its place, its type, and the reason.
-    """
-    return {"refused": [text]}
-
-
 def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:
     """Raises if any value cannot be loaded.
 

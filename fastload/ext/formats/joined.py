@@ -284,3 +284,12 @@ def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
 def dict_node(nodes: Mapping[Any, Any]) -> Any:
     """Returns the node of a dict, given those of its values by key."""
     return {"dict": [each for key, node in nodes.items() for each in (encode_value(key), node)]}
+
+
+def refused_node(text: str) -> Any:
+    """Returns the node of a value that cannot be loaded.
+
+    Args:
+        text: Its place, its type, and the reason.
+    """
+    return {"refused": [text]}
