@@ -34,6 +34,7 @@ from fastload.formats.state import (
     leaf,
     leaves,
 )
+from fastload.formats.untrusted import show
 from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
 from fastload.geometry.dtensors import is_dtensor
 from fastload.loading.aliases import FOUND_LATE, any_differ, differing_line, raise_differing
@@ -516,7 +517,9 @@ class _Walk:
         parts = coded.extension.parts(target.tensor, coded.header)
         if parts is None or target.tensor.is_meta:
             kind = f"{type(target.tensor).__name__} on {target.tensor.device.type}"
-            self.differences.mismatched.append(f"{name}: into= has a {kind}, the checkpoint {coded.header}")
+            self.differences.mismatched.append(
+                f"{name}: into= has a {kind}, the checkpoint {show(coded.header)}"
+            )
         else:
             self._container(parts, children({"dict": coded.items}) or {}, name, name)
 
