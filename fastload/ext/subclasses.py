@@ -97,13 +97,14 @@ class _TensorSubclasses:
     def encode(self, value: Any) -> tuple[Any, Mapping[str, Any]] | None:
         is_sharded = isinstance(value, Tensor) and is_dtensor(value)
         local = getattr(value, _LOCAL) if is_sharded else value  # as it is: `detach` may make another one
-        if not is_traceable_wrapper_subclass(local) or local.is_nested:
+        is_tensor = isinstance(local, Tensor) and not local.is_nested
+        if not (is_tensor and is_traceable_wrapper_subclass(local)):
             return None
         found = _name_on_list(type(local))
         names, context = local.__tensor_flatten__()
         parts = {name: getattr(local, name) for name in names}
         if is_sharded:
-            parts = {name: _as_shard(value, local, part, found, name) for name, part in parts.items()}
+            parts = {name: _as_shard(value, local.shape, part, found, name) for name, part in parts.items()}
         kind = "Parameter" if isinstance(value, nn.Parameter) else "Tensor"
         header = {
             "class": found,
@@ -142,7 +143,7 @@ class _TensorSubclasses:
         local, found = local_of(like), {}
         for name, shape in shapes.items():
             if (size := _scaled(shape, like.shape, local.shape, like)) and not _is_whole(
-                header.get("class"), name, shape
+                str(header.get("class")), name, shape
             ):
                 stand_in = torch.empty((), device=local.device).expand(size)
                 found[name] = with_local(like, stand_in, shape)
@@ -211,7 +212,7 @@ def _sizes(node: Any) -> tuple[int, ...]:
 # Shards: each inner tensor is cut as the outer one is
 
 
-def _is_whole(found: Any, name: str, shape: Sequence[int]) -> bool:
+def _is_whole(found: str, name: str, shape: Sequence[int]) -> bool:
     """Whether each shard of a tensor has the same inner tensor."""
     return name in _REPLICATED.get(found, ()) or prod(shape) == 1
 
@@ -234,15 +235,16 @@ def _scaled(
         other: The other shape of the outer one, such as that of a shard.
         sharded: The outer one, or one with its placements.
     """
-    dims = _cut_dims(sharded)
+    dims, numel = _cut_dims(sharded), prod(outer)
     if len(shape) > max(dims, default=-1) and all(shape[dim] == outer[dim] for dim in dims):
         return [other[dim] if dim in dims else size for dim, size in enumerate(shape)]
-    if dims == {0} and len(shape) == 1 and prod(outer) and not (prod(other) * shape[0]) % prod(outer):
-        return [prod(other) * shape[0] // prod(outer)]
-    return None
+    if dims != {0} or len(shape) != 1 or not numel:
+        return None
+    length, rest = divmod(prod(other) * shape[0], numel)
+    return None if rest else [length]
 
 
-def _as_shard(value: Any, local: Tensor, part: Tensor, found: str, name: str) -> Tensor:
+def _as_shard(value: Any, local: torch.Size, part: Tensor, found: str, name: str) -> Tensor:
     """Returns a DTensor whose shard is an inner tensor of the shard of another one.
 
     Raises:
@@ -250,13 +252,13 @@ def _as_shard(value: Any, local: Tensor, part: Tensor, found: str, name: str) ->
     """
     if _is_whole(found, name, part.shape):
         return part
-    shape = _scaled(part.shape, local.shape, value.shape, value)
+    shape = _scaled(part.shape, local, value.shape, value)
     if shape is not None:
         sharded: Tensor = with_local(value, part, shape)
         if local_parts(sharded):
             return sharded
     raise NotPlain(
-        f"its inner tensor {name} of shape {list(part.shape)} is not cut as the shard {list(local.shape)} of "
+        f"its inner tensor {name} of shape {list(part.shape)} is not cut as the shard {list(local)} of "
         f"{list(value.shape)} is: shard it evenly, along its first dimension"
     )
 

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fastload.base.registry import extension, extensions
-from fastload.formats.values import list_of
+from fastload.errors import ManifestError
 
 
 class ValueCodec(Protocol):
-    """A kind of value; an extension of the kind ``codecs``. The name is stored in checkpoints."""
+    """A kind of value; an extension of the kind ``codecs``, whose name is stored in checkpoints.
+
+    Headers are JSON, and untrusted when they come from a checkpoint.
+    """
 
     def encode(self, value: Any) -> tuple[Any, Mapping[str, Any]] | None:
-        """Returns a value as JSON and its parts by name; None for values of other kinds.
+        """Returns the header and the parts by name; None for values of other kinds.
 
         Raises:
             NotPlain: It is of this kind and cannot be saved.
@@ -24,56 +27,34 @@ class ValueCodec(Protocol):
         ...
 
     def decode(self, header: Any, parts: Mapping[str, Any]) -> Any:
-        """Returns the value.
-
-        Args:
-            header: The JSON; untrusted.
-            parts: The parts, with tensors that may be on the meta device; with DTensors as `shards` gives.
+        """Returns the value; its tensors may be on the meta device, or DTensors as `shards` gives.
 
         Raises:
             ValueError: It is malformed (also `TypeError`), or `Unknown`.
         """
         ...
 
-    def shards(self, header: Any, shapes: Mapping[str, Sequence[int]], like: Tensor) -> Mapping[str, Tensor]:
-        """Returns a DTensor, of any dtype, for each part that is sharded if the value is sharded as another.
-
-        Args:
-            header: The JSON; untrusted.
-            shapes: The shapes of the parts that are tensors.
-            like: A DTensor, whose placements the value is to have.
-        """
+    def parts(self, value: Any, header: Any) -> Mapping[str, Any] | None:
+        """Returns the parts of an existing value, to be loaded in place; None if the header does not fit."""
         ...
 
-    def parts(self, value: Any, header: Any) -> Mapping[str, Any] | None:
-        """Returns the parts of an existing value, to be loaded in place; None if the JSON does not fit it."""
+    def shards(self, header: Any, shapes: Mapping[str, Sequence[int]], like: Tensor) -> Mapping[str, Tensor]:
+        """Returns a DTensor, of any dtype, for each part that is sharded if the value is as `like` is.
+
+        Args:
+            header: The header.
+            shapes: The shapes of the parts that are tensors.
+            like: A DTensor.
+        """
         ...
 
 
 class CodedNode(NamedTuple):
-    """The node of a value of an extension.
-
-    Attributes:
-        codec: Name of the extension.
-        header: The value as JSON.
-        items: Names and nodes of the parts.
-    """
+    """The node of a value of an extension: its name, the header, names and nodes of the parts."""
 
     codec: str
     header: Any
     items: list[Any]
-
-    @classmethod
-    def of(cls, payload: Any) -> CodedNode:
-        """Returns the node, given its payload.
-
-        Raises:
-            ValueError: It is malformed.
-        """
-        codec, header, items = list_of(payload)
-        if type(codec) is not str:
-            raise ValueError("not the name of an extension")
-        return cls(codec, header, list_of(items))
 
     @property
     def extension(self) -> ValueCodec:
@@ -86,11 +67,18 @@ class CodedNode(NamedTuple):
         return found
 
 
-def has_coded(node: Any) -> bool:
-    """Whether a structure has values of extensions."""
-    if type(node) is list:
-        return any(map(has_coded, node))
-    return type(node) is dict and ("coded" in node or any(map(has_coded, node.values())))
+def coded_of(node: Any) -> CodedNode | None:
+    """Returns the node of a value of an extension; None for other nodes.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    if type(node) is not dict or node.keys() != {"coded"}:
+        return None
+    payload = node["coded"]
+    if type(payload) is list and len(payload) == 3 and type(payload[0]) is str and type(payload[2]) is list:
+        return CodedNode(*payload)
+    raise ManifestError("the structure of the state: not the name of an extension, a header and parts")
 
 
 @cache
@@ -99,7 +87,7 @@ def _codecs() -> Mapping[str, ValueCodec]:
 
 
 def encode_with_extensions(value: Any) -> tuple[str, Any, Mapping[str, Any]] | None:
-    """Returns the name of the extension for a value, the value as JSON and its parts; None without one.
+    """Returns name of the extension, header and parts of a value; None if it is of no extension.
 
     Raises:
         NotPlain: It cannot be saved.

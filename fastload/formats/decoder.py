@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastload.base.memory import host_view, uncollected
-from fastload.formats.codecs import CodedNode
+from fastload.formats.codecs import coded_of
 from fastload.formats.state import NO_VALUE, RegroupedNode, SavedTensor, leaf_of, read_keys, structure_error
 from fastload.formats.untrusted import parse_value
 from fastload.formats.values import (
@@ -86,17 +86,15 @@ class StateDecoder:
             return self._leaf(saved)
         if type(node) is RegroupedNode:
             return node.value([self.value(of_rank, prefix, key) for of_rank in node.nodes])
+        if (coded := coded_of(node)) is not None:
+            parts = self._container(_CONTAINERS["dict"], coded.items, name)
+            return coded.extension.decode(coded.header, parts)
         if type(node) is list:
             return self._container(StateDecoder._elements, node, name)
         if type(node) is dict and len(node) == 1:
             if node == NO_VALUE:
                 return self._gap
             ((tag, payload),) = node.items()
-            if tag == "coded":
-                coded = CodedNode.of(payload)
-                return coded.extension.decode(
-                    coded.header, self._container(_CONTAINERS["dict"], coded.items, name)
-                )
             if tag in _CONTAINERS:
                 return self._container(_CONTAINERS[tag], payload, name)
         return decode_value(node)

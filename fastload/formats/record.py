@@ -18,7 +18,6 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
-from fastload.formats.codecs import has_coded
 from fastload.formats.manifest import CHECKSUM_BYTES as CHECKSUM_BYTES
 from fastload.formats.manifest import Delta, Manifest, TensorEntry, blocks_of_files
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
@@ -120,7 +119,7 @@ class Record:
         }
         if self.delta is not None:
             body["delta"] = {**self.delta._asdict(), "checksums": dict(self.delta.checksums)}
-        is_coded = has_coded(self.state)
+        is_coded = b'{"coded":' in canonical(self.state)  # in a text, the quotes would be escaped
         if self.strides or is_coded:
             version = _CODED_VERSION if is_coded else _STRIDES_VERSION
             body = {"delta": None, **body, "version": version, "strides": dict(self.strides)}

@@ -48,14 +48,12 @@ from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view
 from fastload.errors import FastloadError, ManifestError, MismatchError, UnsupportedVersion, first_lines
-from fastload.formats.codecs import CodedNode
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.values import (
     BARE_NAME,
     Unknown,
     crowded,
     decode_value,
-    encode_value,
     key_text,
     list_of,
     num_chars,
@@ -219,22 +217,6 @@ def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
         return None
     keys = read_keys(list_of(payload)[::2])
     return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
-
-
-@checked
-def coded_of(node: Any) -> CodedNode | None:
-    """Returns the node of a value of an extension; None for other nodes.
-
-    Raises:
-        ManifestError: It is malformed.
-    """
-    is_coded = type(node) is dict and node.keys() == {"coded"}
-    return CodedNode.of(node["coded"]) if is_coded else None
-
-
-def dict_node(nodes: Mapping[Any, Any]) -> Any:
-    """Returns the node of a dict, given those of its values by key."""
-    return {"dict": [each for key, node in nodes.items() for each in (encode_value(key), node)]}
 
 
 def leaf_of(node: Any, name: str) -> SavedTensor | None:
@@ -421,20 +403,20 @@ def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
         name, number = place
         return {"PerRank": [name, [nodes[number] for nodes in values]]}
 
-    return _with_replaced(structure, {"PerRank": filled})
+    return with_replaced(structure, {"PerRank": filled})
 
 
-def _with_replaced(node: Any, replace: Mapping[str, Callable[[Any], Any]]) -> Any:
+def with_replaced(node: Any, replace: Mapping[str, Callable[[Any], Any]]) -> Any:
     """Returns a structure with the nodes of some tags replaced, given their payloads."""
     if type(node) is list:
-        return [_with_replaced(child, replace) for child in node]
+        return [with_replaced(child, replace) for child in node]
     if type(node) is not dict:
         return node
     if len(node) == 1:
         ((tag, payload),) = node.items()
         if tag in replace:
             return replace[tag](payload)
-    return {tag: _with_replaced(payload, replace) for tag, payload in node.items()}
+    return {tag: with_replaced(payload, replace) for tag, payload in node.items()}
 
 
 @dataclass
@@ -493,7 +475,7 @@ def own_view(structure: Any, rank: int, size: int, on_mismatch: PerRankMismatch 
         view.refused += lines
         return NO_VALUE
 
-    view.structure = _with_replaced(structure, {"PerRank": own, "refused": refuse})
+    view.structure = with_replaced(structure, {"PerRank": own, "refused": refuse})
     return view
 
 
@@ -510,15 +492,6 @@ def has_gap(node: Any) -> bool:
 
 
 # Values that cannot be loaded
-
-
-def refused_node(text: str) -> Any:
-    """Returns the node of a value that cannot be loaded.
-
-    Args:
-        text: Its place, its type, and the reason.
-    """
-    return {"refused": [text]}
 
 
 def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:

@@ -17,7 +17,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -152,18 +152,6 @@ def key_text(key: Any) -> str:
     if type(key) is tuple:
         return f"({', '.join(map(key_text, key))})"
     return repr(key) if type(key) is bytes else str(key)
-
-
-def are_json(values: Sequence[Any]) -> bool:
-    """Whether values of one type are all their own JSON; a fast check for long lists."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return bool(min(values) > -_MAX_INT and max(values) < _MAX_INT)
-    if kinds == {float}:
-        return all(map(math.isfinite, values))
-    if kinds == {str}:
-        return all(map(str.isascii, values))
-    return kinds <= {type(None), bool}
 
 
 def num_chars(value: Any) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import MismatchError, OptionError
-from fastload.formats.codecs import CodedNode
+from fastload.formats.codecs import CodedNode, coded_of
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
@@ -30,11 +30,11 @@ from fastload.formats.state import (
     RegroupedNode,
     SavedTensor,
     children,
-    coded_of,
     has_gap,
     leaf,
     leaves,
 )
+from fastload.formats.untrusted import show
 from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
 from fastload.geometry.dtensors import is_dtensor
 from fastload.loading.aliases import FOUND_LATE, any_differ, differing_line, raise_differing
@@ -517,7 +517,9 @@ class _Walk:
         parts = coded.extension.parts(target.tensor, coded.header)
         if parts is None or target.tensor.is_meta:
             kind = f"{type(target.tensor).__name__} on {target.tensor.device.type}"
-            self.differences.mismatched.append(f"{name}: into= has a {kind}, the checkpoint {coded.header}")
+            self.differences.mismatched.append(
+                f"{name}: into= has a {kind}, the checkpoint {show(coded.header)}"
+            )
         else:
             self._container(parts, children({"dict": coded.items}) or {}, name, name)
 
@@ -559,8 +561,8 @@ class _Walk:
         for local, target in found.in_place.items():
             if isinstance(one := saved[local], SavedTensor):
                 self.pairs.tensors.append((one, own[target]))
-            else:
-                self._coded(own[target], CodedNode.of(one.node["coded"]), one.name)
+            elif (coded := coded_of(one.node)) is not None:
+                self._coded(own[target], coded, one.name)
             given[local] = own[target]
         for local in found.fresh:
             given[local] = SavedValue.of(saved[local])

@@ -15,7 +15,16 @@ from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
-from fastload.formats.state import OWN_PREFIX, OwnView, SavedTensor, leaves, own_view
+from fastload.formats.state import (
+    NO_VALUE,
+    OWN_PREFIX,
+    OwnView,
+    SavedTensor,
+    leaves,
+    own_view,
+    with_replaced,
+)
+from fastload.formats.untrusted import show
 from fastload.options import PerRankMismatch
 
 _GLOB = re.compile(r"[*?\[]")
@@ -169,8 +178,14 @@ def outline(
     if manifest.structure is None:
         return Outline(metas, stored)
     view = RankView.of(manifest, rank, size)
-    structure = view.manifest.structure
-    left_out = [f"{name}: each of {num} ranks has its own" for name, num in view.own.elsewhere]
+    coded: list[str] = []
+
+    def leave_out(payload: Any) -> Any:
+        coded.append(f"a value of an extension: {show(payload)}")
+        return NO_VALUE
+
+    structure = with_replaced(view.manifest.structure, {"coded": leave_out})
+    left_out = [*coded, *(f"{name}: each of {num} ranks has its own" for name, num in view.own.elsewhere)]
     left_out += view.own.refused
     values = {saved.stored: saved for saved in leaves(structure) if saved.kind in ("ndarray", "json")}
     data = load(sorted(values))

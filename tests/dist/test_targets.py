@@ -444,7 +444,7 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
     why = r"a: into= has a DTensor whose local tensor is a TwoTensor: only plain local tensors"
     refuses(DTensor.from_local(packed, line, [Shard(0)], run_check=False), why)
     with pytest.raises(
-        OptionError, match=r"\['a'\] is a DTensor whose local .*TwoTensor: of the tensors only"
+        OptionError, match=r"\['a'\] is a DTensor whose local .*TwoTensor: it is not on the list"
     ):
         fastload.save({"a": DTensor.from_local(packed, line, [Shard(0)], run_check=False)}, tmp_path / "d")
     refuses(distributed(torch.zeros(8, 3), line, [Shard(0)]), r"a: shape \[8, 2\] .*, \[8, 3\] in into=")

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.utils._pytree import tree_map
 
 import fastload
@@ -19,6 +21,8 @@ from fastload.errors import ManifestError, MismatchError, OptionError, Unsupport
 from fastload.ext import subclasses
 from fastload.formats.decoder import decode_state
 from fastload.formats.encoder import encode_state
+from fastload.integrations.dcp import Reader, Writer
+from fastload.loading.selection import GAP
 from tests.unit.test_state import assert_same
 
 
@@ -148,6 +152,22 @@ def test_it_is_filled_in_place(tmp_path: Path) -> None:
     fastload.save({"a": torch.ones(6, 4)}, tmp_path / "plain")
     with pytest.raises(MismatchError, match="a: into= has a Scaled, the checkpoint a plain tensor"):
         fastload.load(tmp_path / "plain", into={"a": make(4)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_streams_and_dcp_refuse_it(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="'w' is a Scaled: streams take plain tensors"):
+        fastload.save_stream([("w", make(1))], tmp_path / "a", spool=tmp_path)
+    with pytest.raises(CheckpointException, match="w is a Scaled, of several tensors"):
+        dcp.save({"w": make(1)}, storage_writer=Writer(tmp_path / "a"))
+    fastload.save({"w": make(1), "x": torch.ones(2)}, tmp_path / "a")
+    with fastload.open(tmp_path / "a") as checkpoint:
+        outline = checkpoint.outline()
+    assert outline.state["w"] is GAP
+    assert "Scaled" in outline.left_out[0]
+    state = {"x": torch.zeros(2)}
+    dcp.load(state, storage_reader=Reader(tmp_path / "a"))
+    assert state["x"].tolist() == [1, 1]
 
 
 def with_hook(module: nn.Module) -> nn.Module:

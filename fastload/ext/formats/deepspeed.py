@@ -25,14 +25,14 @@ import torch
 from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.ext.formats.joined import join_manifests, join_pieces, numbered
+from fastload.ext.formats.joined import dict_node, join_manifests, join_pieces, numbered
 from fastload.ext.formats.torch_save import zip_file
 from fastload.ext.formats.torch_save.unpickle import sizes_of
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.open import file_digest
 from fastload.formats.reading import reads_at_once, stat_all
-from fastload.formats.state import children, dict_node, leaf_of, leaves
+from fastload.formats.state import children, leaf_of, leaves
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import decode_value
 from fastload.geometry.box import boxes_of_range

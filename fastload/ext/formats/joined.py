@@ -278,3 +278,17 @@ def _parameters(tree: _Tree) -> set[str]:
         if type(params) is _Leaf and type(params.node) is list:
             found |= {str(number) for number in params.node if type(number) is int}
     return found
+
+
+def dict_node(nodes: Mapping[Any, Any]) -> Any:
+    """Returns the node of a dict, given those of its values by key."""
+    return {"dict": [each for key, node in nodes.items() for each in (encode_value(key), node)]}
+
+
+def refused_node(text: str) -> Any:
+    """Returns the node of a value that cannot be loaded.
+
+    Args:
+        text: Its place, its type, and the reason.
+    """
+    return {"refused": [text]}

@@ -23,7 +23,15 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.ext.formats.joined import TensorPart, join_manifests, join_parts, nested, numbered
+from fastload.ext.formats.joined import (
+    TensorPart,
+    dict_node,
+    join_manifests,
+    join_parts,
+    nested,
+    numbered,
+    refused_node,
+)
 from fastload.ext.formats.torch_save import zip_file
 from fastload.ext.formats.torch_save.unpickle import PickledDict, PickleParser, unpickle
 from fastload.ext.formats.torch_save.zip_file import require_few_repeated
@@ -31,7 +39,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import SHARDING_NAME, SUFFIX
 from fastload.formats.reading import digest_of_file, read_limited, reads_at_once, stat_all
 from fastload.formats.safetensors import reader as safetensors
-from fastload.formats.state import children, dict_node, refused_node
+from fastload.formats.state import children
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, is_size, parse_value, show
 from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box

@@ -15,6 +15,7 @@ from fastload.base.memory import byte_view, host_view, round_up
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.world import World
 from fastload.errors import Interrupted, OptionError
+from fastload.formats.codecs import coded_of
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import dense_strides, row_major
 from fastload.geometry.dtensors import is_dtensor, is_sharded, local_of
@@ -187,7 +188,9 @@ def _require_new(name: Any, tensor: Any, places: Container[str], rank: int) -> N
         raise OptionError(
             f"{name!r} is a {tensor}: of tensors that come one by one, DTensors only are sharded"
         )
-    encode_state({name: tensor}, rank)  # raises for what cannot be saved
+    encoded = encode_state({name: tensor}, rank)  # raises for what cannot be saved
+    if coded_of(encoded.structure["dict"][1]) is not None:
+        raise OptionError(f"{name!r} is a {type(local_of(tensor)).__name__}: streams take plain tensors")
 
 
 def _wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor]:

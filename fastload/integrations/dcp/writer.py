@@ -29,7 +29,7 @@ from fastload.base.tracebacks import short_tracebacks
 from fastload.errors import OptionError
 from fastload.formats.names import DCP_NAMES
 from fastload.formats.values import BYTES_IO
-from fastload.geometry.dtensors import is_dtensor, with_local
+from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 from fastload.integrations.dcp.common import Cut, DcpStorage, Path, done, overrides, pickled
 from fastload.integrations.frameworks import step_of_all
 from fastload.options import SaveOptions, chosen_options
@@ -222,6 +222,12 @@ def _planned_state(planner: SavePlanner, local: SavePlan, final: SavePlan) -> _P
     if overrides(planner, DefaultSavePlanner, "create_local_plan"):
         planned = set(names)
         flat = {name: value for name, value in flat.items() if name in planned}
+    for name, value in flat.items():
+        if isinstance(value, Tensor) and hasattr(local_of(value), "__tensor_flatten__"):
+            what = type(local_of(value)).__name__
+            raise OptionError(
+                f"{name} is a {what}, of several tensors, which DCP plans as one: fastload.save"
+            )
     resolves = overrides(planner, DefaultSavePlanner, "resolve_data", "lookup_object", "transform_object")
     by_name: dict[str, list[WriteItem]] = defaultdict(list)
     for item in items:

@@ -8,13 +8,13 @@ from typing import Any
 
 from fastload.base.threads import in_threads
 from fastload.errors import ManifestError
-from fastload.ext.formats.joined import join_manifests, numbered
+from fastload.ext.formats.joined import dict_node, join_manifests, numbered
 from fastload.ext.formats.torch_save import legacy_file, zip_file
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
 from fastload.formats.reading import read_bytes, reads_at_once, stat_all, what_instead
 from fastload.formats.safetensors.reader import choose_single, find_single, read_index, require_numbered
-from fastload.formats.state import children, dict_node, leaves
+from fastload.formats.state import children, leaves
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 

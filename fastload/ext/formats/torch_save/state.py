@@ -10,13 +10,14 @@ import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 import torch
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
+from fastload.ext.formats.joined import refused_node
 from fastload.ext.formats.torch_save.unpickle import (
     Global,
     PersistentId,
@@ -27,14 +28,12 @@ from fastload.ext.formats.torch_save.unpickle import (
 )
 from fastload.formats.dtypes import NAMES
 from fastload.formats.encoder import CONTAINERS, StateEncoder, leaf_node
-from fastload.formats.state import refused_node
 from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import (
     BARE_NAME,
     FACTORIES,
     MAX_DEPTH,
     SCALARS,
-    are_json,
     crowded,
     encode_value,
     num_chars,
@@ -44,6 +43,7 @@ from fastload.formats.values import (
 
 _NOT_LISTED = "it is not on the list of what is read without running it"
 _MAX_ARGS = 16
+_EXACT_INT = 1 << 53  # as in `fastload.formats.values`
 _MAX_KEY_PARTS = 100
 _NODE_BYTES, _VALUE_BYTES = 550, 128  # of a container or tensor with its node of JSON, of a plain value
 _ITEM_BYTES, _ENTRY_BYTES = 40, 64  # of a list of plain values, of a dict
@@ -272,7 +272,7 @@ class _PickleEncoder(StateEncoder):
     def _container(self, value: Any, name: str) -> Any:
         is_first, self._is_first = self._is_first, False
         self._budget.charge(_NODE_BYTES + 2 * len(name))
-        if type(value) not in (list, tuple) or len(self._path) >= MAX_DEPTH or not are_json(value):
+        if type(value) not in (list, tuple) or len(self._path) >= MAX_DEPTH or not _are_json(value):
             return super()._container(value, name)
         # It may be very long, and is its own JSON.
         self._budget.charge((_FIRST_ITEM_BYTES if is_first else _ITEM_BYTES) * len(value))
@@ -549,3 +549,15 @@ _REFUSED_TENSORS = {
         "_rebuild_device_tensor_from_numpy": "a tensor of another device, kept as a NumPy array",
     }.items()
 }
+
+
+def _are_json(values: Sequence[Any]) -> bool:
+    """Whether values of one type are all their own JSON; a fast check for long lists."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) > -_EXACT_INT and max(values) < _EXACT_INT)
+    if kinds == {float}:
+        return all(map(isfinite, values))
+    if kinds == {str}:
+        return all(map(str.isascii, values))
+    return kinds <= {type(None), bool}
