@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -283,14 +284,24 @@ def _storable(value: Any) -> Any:
     return type(value)(map(_storable, value)) if type(value) in (list, tuple) else value
 
 
-def _saved(value: Any) -> bytes:
+def _saved(common: Any) -> bytes:
+    """Returns the common state as torch.save stores it.
+
+    Raises:
+        OptionError: It holds objects that could not be loaded.
+    """
     data = io.BytesIO()
-    torch.save(value, data)
+    torch.save(common, data)
+    try:
+        _loaded(data.getvalue())
+    except pickle.UnpicklingError as problem:
+        why = str(problem).partition("\n")[0]
+        raise OptionError(f"the common state has what torch.load(weights_only=True) refuses: {why}") from None
     return data.getvalue()
 
 
 def _loaded(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _read(folder: str | os.PathLike[str]) -> bytes:
