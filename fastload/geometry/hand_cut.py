@@ -66,9 +66,6 @@ class Shard(Tensor):
         shard: Shard = made
         return shard
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     def as_real(self) -> Shard:
         """Views complex numbers as pairs, with a dimension more."""
         pairs = [

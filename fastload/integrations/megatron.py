@@ -427,8 +427,11 @@ def load(
         with step_of_all(f"{what}: its keys", **group) as step:
             if has_file and world.get_rank(process_group) == 0:
                 step.answer(attach=_read(checkpoint_dir))
+            stored = None
+            if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+                stored = source.metadata()
             wanted, missing, unexpected = validate_integrity_and_strict_load(
-                wanted, handling, False, None, accessed, source.metadata()
+                wanted, handling, False, None, accessed, stored
             )
             request = _StateTargets(source, wanted, with_common=not has_file)
         checkpoint.read(request.boxes, cast=True)
