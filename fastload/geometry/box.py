@@ -250,7 +250,7 @@ def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
     """
     outside = next((box for box in boxes if not box.is_within(shape)), None)
     if outside is not None:
-        return f"{_text(outside)} is out of bounds for a tensor of shape {list(shape)}"
+        return f"{box_text(outside)} is out of bounds for a tensor of shape {list(shape)}"
     filled = [box for box in boxes if box.numel]
     problem = overlap_of(filled, len(shape))
     numel, wanted = sum(box.numel for box in filled), prod(shape)
@@ -277,7 +277,7 @@ def overlap_of(boxes: Sequence[Box], num_dims: int) -> str:
         together += parts
         for one, other in combinations(group, 2) if not parts else ():
             if one.intersect(other) is not None:
-                return f"{_text(one)} and {_text(other)} overlap"
+                return f"{box_text(one)} and {box_text(other)} overlap"
     return ""
 
 
@@ -294,5 +294,6 @@ def _separated(boxes: list[Box], dim: int) -> list[list[Box]]:
     return groups
 
 
-def _text(box: Box) -> str:
+def box_text(box: Box) -> str:
+    """Describes a box, for messages."""
     return f"the box at {list(box.offsets)} of {list(box.sizes)}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastload.errors import OptionError
-from fastload.geometry.box import Box, overlap_of
+from fastload.geometry.box import Box, box_text, overlap_of
 
 
 class Shard(Tensor):
@@ -94,7 +94,7 @@ def _problem(boxes: Sequence[tuple[Box, Tensor]], shape: tuple[int, ...]) -> str
     if not boxes:
         return "it has no box"
     for box, tensor in boxes:
-        where = f"the box at {list(box.offsets)} of {list(box.sizes)}"
+        where = box_text(box)
         if not box.is_within(shape):
             return f"{where} is out of bounds"
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:

@@ -16,7 +16,7 @@ from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor, leaves, raise_refused
-from fastload.geometry.box import Box
+from fastload.geometry.box import Box, box_text
 from fastload.geometry.dtensors import DTensorRanks
 from fastload.loading.aliases import AliasedMemory
 from fastload.loading.into import (
@@ -606,21 +606,17 @@ def _is_pair(pair: object) -> bool:
 def _problems(entry: TensorEntry, box: Box, tensor: Tensor | None, cast: bool) -> Iterator[str]:
     stored, shape = torch_spec(entry)
     if not box.is_within(shape):
-        yield f"{_text(box)} is out of bounds for a tensor of shape {list(shape)}"
+        yield f"{box_text(box)} is out of bounds for a tensor of shape {list(shape)}"
     if tensor is None:
         return
     if tuple(tensor.shape) != tuple(box.sizes):
-        yield f"{_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
+        yield f"{box_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
     if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_meta:
-        yield f"{_text(box)} is to go into a tensor that has no strided memory of its own"
+        yield f"{box_text(box)} is to go into a tensor that has no strided memory of its own"
     elif tensor.dtype != stored and not cast:
         yield f"dtype {stored} in the checkpoint, {tensor.dtype} in boxes="
     elif overlaps(tensor):
         yield "boxes= has a tensor whose elements share memory (expand, as_strided, unfold)"
-
-
-def _text(box: Box) -> str:
-    return f"the box at {list(box.offsets)} of {list(box.sizes)}"
 
 
 def unscaled(entry: TensorEntry, target: torch.dtype, names: Collection[str], loaded: Set[str]) -> str:
