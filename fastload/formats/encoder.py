@@ -317,11 +317,11 @@ class StateEncoder:
         kind = f"{'Parameter' if is_parameter else 'Tensor'}{grad}" if grad or is_parameter else None
         plain = tensor.detach() if kind else tensor
         if local.is_neg() or local.is_conj():  # torch negates when it reads the bytes
-            resolved = _like(plain, local_of(plain).resolve_conj().resolve_neg(), plain.shape)
+            resolved = with_local(plain, local_of(plain).resolve_conj().resolve_neg(), plain.shape)
             plain = self._converted.setdefault(id(tensor), resolved)
             local = local_of(plain)
         if plain.dtype is torch.complex128:
-            real = _like(plain, torch.view_as_real(local_of(plain)), (*plain.shape, 2))
+            real = with_local(plain, torch.view_as_real(local_of(plain)), (*plain.shape, 2))
             return self._leaf(real, local, name, kind, "complex128")
         return self._leaf(plain, local, name, kind, None)
 
@@ -474,11 +474,6 @@ def _may_hold_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_may_hold_tensors, value))
     return isinstance(value, Tensor) or _is_array(value)
-
-
-def _like(tensor: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a tensor with other local memory; a DTensor for a DTensor."""
-    return with_local(tensor, local, shape) if is_dtensor(tensor) else local
 
 
 def _spec(tensor: Tensor) -> tuple[Any, ...]:

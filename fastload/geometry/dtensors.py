@@ -192,13 +192,15 @@ def empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None =
 
 
 def with_local(tensor: Any, local: Tensor, shape: Sequence[int]) -> Any:
-    """Returns a DTensor with the mesh and the placements of another one.
+    """Returns a DTensor with the mesh and the placements of another one; of a plain tensor, `local`.
 
     Args:
-        tensor: The other DTensor.
+        tensor: The other tensor.
         local: The local tensor.
         shape: Shape of the complete tensor.
     """
+    if not is_dtensor(tensor):
+        return local
     stride = torch.empty(tuple(shape), device="meta").stride()
     given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
     return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, **given)

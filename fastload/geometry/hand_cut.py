@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastload.errors import OptionError
-from fastload.geometry.box import Box, overlap_of
+from fastload.geometry.box import Box, box_text, overlap_of
 
 
 class Shard(Tensor):
@@ -66,9 +66,6 @@ class Shard(Tensor):
         shard: Shard = made
         return shard
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     def as_real(self) -> Shard:
         """Views complex numbers as pairs, with a dimension more."""
         pairs = [
@@ -97,7 +94,7 @@ def _problem(boxes: Sequence[tuple[Box, Tensor]], shape: tuple[int, ...]) -> str
     if not boxes:
         return "it has no box"
     for box, tensor in boxes:
-        where = f"the box at {list(box.offsets)} of {list(box.sizes)}"
+        where = box_text(box)
         if not box.is_within(shape):
             return f"{where} is out of bounds"
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:

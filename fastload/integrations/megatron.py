@@ -15,9 +15,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -76,12 +77,22 @@ _NOT_SERIALIZABLE = "dp_cp_group"  # of the metadata of the content
 
 _BEGUN = replace(NAMES, others=(_COMMON_FILE, _CONFIG_FILE, METADATA_NAME), own=own_names_or_dcp)
 """For a directory that Megatron has begun: its two files stay."""
-_OWN = replace(_BEGUN, own=lambda there, lists: _own_names(there, lists))
 
 
-def _own_names(there: Any, lists: Sequence[bytes]) -> set[str]:
+def _own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
     names = list(there)
     return own_names_or_dcp(names, lists) | {_COMMON_FILE, _CONFIG_FILE}.intersection(names)
+
+
+_OWN = replace(_BEGUN, own=_own_names)
+
+
+def _require_no_strategies(what: str, sharded_strategy: Any, common_strategy: Any) -> None:
+    given = {
+        "a sharded_strategy": sharded_strategy is not None,
+        "a common_strategy": common_strategy is not None,
+    }
+    refuse(what, given, "leave it out; replicas share the work without a wrapper")
 
 
 # Saves
@@ -136,13 +147,7 @@ def save(
     """
     what = f"saving to {checkpoint_dir}"
     with step_of_all(f"{what}: the state", process_group=process_group, options=options) as step:
-        refuse(
-            what,
-            {
-                "a sharded_strategy": sharded_strategy is not None,
-                "a common_strategy": common_strategy is not None,
-            },
-        )
+        _require_no_strategies("save a state", sharded_strategy, common_strategy)
         if content_metadata is not None:
             cleaned = {key: value for key, value in content_metadata.items() if key != _NOT_SERIALIZABLE}
             sharded_state_dict[_CONTENT] = cleaned
@@ -201,10 +206,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self, sharded: dict[str, Any], path: str | os.PathLike[str], *, in_background: bool
     ) -> tuple[SaveCall, Any]:
         with step_of_all(f"saving to {path}: the state", options=self._options):
-            common = None
-            if world.get_rank() == 0:
-                common = _read(path)
-            state = _state_of(sharded, common)
+            state = _state_of(sharded, _read(path) if world.get_rank() == 0 else None)
         return _save_call(path, None, None, self._options, in_background=in_background, names=_BEGUN), state
 
 
@@ -271,7 +273,7 @@ def _with_all_axes(one: ShardedTensor) -> Tensor:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     is_view = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return is_view or torch.equal(one.nan_to_num(), other.nan_to_num())
+    return is_view or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _storable(value: Any) -> Any:
@@ -283,14 +285,24 @@ def _storable(value: Any) -> Any:
     return type(value)(map(_storable, value)) if type(value) in (list, tuple) else value
 
 
-def _saved(value: Any) -> bytes:
+def _saved(common: Any) -> bytes:
+    """Returns the common state as torch.save stores it.
+
+    Raises:
+        OptionError: It holds objects that could not be loaded.
+    """
     data = io.BytesIO()
-    torch.save(value, data)
+    torch.save(common, data)
+    try:
+        _loaded(data.getvalue())
+    except pickle.UnpicklingError as problem:
+        why = str(problem).partition("\n")[0]
+        raise OptionError(f"the common state has what torch.load(weights_only=True) refuses: {why}") from None
     return data.getvalue()
 
 
 def _loaded(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _read(folder: str | os.PathLike[str]) -> bytes:
@@ -397,13 +409,7 @@ def load(
     with fastload.open(checkpoint_dir, storage_options=storage_options, **group) as checkpoint:
         source = _StoredState(checkpoint, checkpoint.outline())
         with step_of_all(f"{what}: the state", **group) as step:
-            refuse(
-                what,
-                {
-                    "a sharded_strategy": sharded_strategy is not None,
-                    "a common_strategy": common_strategy is not None,
-                },
-            )
+            _require_no_strategies("load a state", sharded_strategy, common_strategy)
             handling = parse_strict_flag(strict)
             force_all_tensors_to_non_fp8(sharded_state_dict)
             wanted, nonpersistent, factories = load_preprocess(sharded_state_dict)
@@ -416,8 +422,11 @@ def load(
         with step_of_all(f"{what}: its keys", **group) as step:
             if has_file and world.get_rank(process_group) == 0:
                 step.answer(attach=_read(checkpoint_dir))
+            stored = None
+            if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+                stored = source.metadata()
             wanted, missing, unexpected = validate_integrity_and_strict_load(
-                wanted, handling, False, None, accessed, source.metadata()
+                wanted, handling, False, None, accessed, stored
             )
             request = _StateTargets(source, wanted, with_common=not has_file)
         checkpoint.read(request.boxes, cast=True)

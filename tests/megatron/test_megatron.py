@@ -171,7 +171,16 @@ def no_main_replica(rank: int) -> list[Any]:
     return [ShardedObject("w", 1, (2,), (rank,), replica_id=rank)]
 
 
+class Unknown:
+    """Something that loads of the common state refuse."""
+
+
+def unknown_common(rank: int) -> list[Any]:
+    return [Unknown()]
+
+
 BAD = {
+    unknown_common: "the common state has what .* refuses",
     different_values: "w: rank 1 not as the 1 other, in rows 0-7",
     overlap: "w: rank 1 not as the 1 other, in rows 6-9",
     hole: "row 7 of w is on no rank",
@@ -191,8 +200,8 @@ def test_bad_input_is_an_error_on_all_ranks(rank: int, world: int, case: Any, tm
         with pytest.raises(fastload.FastloadError, match=BAD[case]):
             ours.save({"state": case(rank)}, tmp_path / "ours", options=OPTIONS)
         assert not (tmp_path / "ours").exists()
-        if case is no_main_replica:
-            return  # by Megatron's rule, which it was told not to apply
+        if case in (no_main_replica, unknown_common):
+            return  # Megatron was told not to check the one, and does not check the other
         (tmp_path / "theirs").mkdir(exist_ok=True)
         with pytest.raises(fastload.FastloadError, match=BAD[case]):
             theirs.save(
@@ -406,3 +415,32 @@ def test_the_page(rank: int, world: int, tmp_path: Path) -> None:
     assert len(blocks) == 3
     for name, step in (("iter_0000100", 1), ("mounted", 2), ("queued", 3)):
         assert fastload.load(tmp_path / name, names="a")["a"].tolist() == [float(step)] * 8000
+
+
+@pytest.mark.parametrize("through", ["ours", "strategy"])
+@ranks(2)
+def test_a_checkpoint_of_megatron_is_replaced(rank: int, world: int, through: str, tmp_path: Path) -> None:
+    from fastload.integrations import megatron as ours
+
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = by_megatron(patch)
+        path = tmp_path / "saved"
+        path.mkdir(exist_ok=True)
+        theirs.save(saved_state(rank, 1), str(path))
+        assert (path / ".metadata").exists()
+        dist.barrier()
+        if rank == 0:
+            (path / "notes.txt").write_text("of the user")
+        dist.barrier()
+        refusing = fastload.SaveOptions(timeout_s=20, overwrite=False)
+        with pytest.raises(fastload.CheckpointExists):
+            ours.save(saved_state(rank, 2), path, options=refusing)
+        if through == "ours":
+            ours.save(saved_state(rank, 2), path, options=OPTIONS)
+        else:
+            theirs.save(saved_state(rank, 2), str(path), ours.SaveStrategy(OPTIONS))
+        own = {"common.pt", "fastload.json", "metadata.json", "model.safetensors", "notes.txt"}
+        assert {file.name for file in path.iterdir()} == own
+        loaded = ours.load({"a": piece("a", torch.zeros(8000), 8000, 0)}, path, options=LOAD)
+        assert loaded["step"] == 2
+        assert loaded["a"].unique().tolist() == [2.0]
