@@ -318,13 +318,13 @@ def test_what_a_newer_version_saved_is_never_skipped(rank: int, world: int, tmp_
             manager.save(step, state_of(step))
         manager.wait()
         if rank == 0:
-            seal(record, version=4, more={"of": "what comes later"})
+            seal(record, version=5, more={"of": "what comes later"})
         dist.barrier()
-        says = r"step_00000003.* version 4.*[Uu]pdate fastload.*restore\(step=…\)"
+        says = r"step_00000003.* version 5.*[Uu]pdate fastload.*restore\(step=…\)"
         for ask in (manager.latest, manager.restore):
             with pytest.raises(UnsupportedVersion, match=says):
                 ask()
-        with pytest.raises(UnsupportedVersion, match="version 4"):
+        with pytest.raises(UnsupportedVersion, match="version 5"):
             manager.restore(step=3)
         assert manager.restore(step=2)["step"] == 2, "by name an older one is restored"
         with manage(tmp_path) as other:
@@ -335,7 +335,7 @@ def test_what_a_newer_version_saved_is_never_skipped(rank: int, world: int, tmp_
         if rank == 0:
             [row] = [row for row in listed(tmp_path) if row["step"] == 3]
             assert row["state"] == "unsupported"
-            assert "version 4" in row["problem"]
+            assert "version 5" in row["problem"]
             done = command("prune", tmp_path, "--keep-last", 1)
             assert done.exit_code == 0
             assert "left alone: step 3: unsupported" in done.stdout
