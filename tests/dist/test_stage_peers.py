@@ -140,6 +140,7 @@ def test_a_turned_order_has_the_same_blocks(saved: Path, part: float) -> None:
     assert blocks(turned) == [*range(first, len(inventory.blocks)), *range(first)]
 
 
+@pytest.mark.slow
 def test_the_command_serves_its_copy_until_a_signal(saved: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fastload", "stage", f"file://{saved}", str(tmp_path / "copy")]
     command += ["--serve", "--port", "0", "--peers", "http://127.0.0.1:1"]

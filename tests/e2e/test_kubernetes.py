@@ -197,6 +197,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Pods]]:
         pods.close()
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_told_to_stop_ends_both_with_everything_saved(start: Callable[..., Pods]) -> None:
     pods = start("--steps", "1000", "--pause", "0.05")
     pods.until("step 3: loss")

@@ -9,6 +9,7 @@ from tests.e2e.forked import run_forked
 from tests.pages import ROOT, program
 
 
+@pytest.mark.slow
 def test_the_page_passes_under_pytest(tmp_path: Path) -> None:
     (tmp_path / "test_checkpoints.py").write_text(program("docs/testing.md"))
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_checkpoints.py"]

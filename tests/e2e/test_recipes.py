@@ -60,6 +60,7 @@ def trains(rank: int, world: int, folder: Path, is_stopped: bool) -> None:
     run_program("docs/recipes/ddp.md")
 
 
+@pytest.mark.slow
 def test_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
     options = fastload.LoadOptions(per_rank_mismatch="skip")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

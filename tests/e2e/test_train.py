@@ -262,6 +262,7 @@ def own_training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_running_statistics_are_those_of_a_training_without_a_stop(
     own_training: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_the_last_checkpoint_after_a_link_to_it(tmp_path: Path) -> None:
     run_ranks(body("saves_after_a_link"), 2, folder=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_an_error(tmp_path: Path) -> None:
     run_ranks(body("stumbles"), 2, folder=tmp_path / "run")
 

@@ -50,6 +50,7 @@ def test_models_that_transformers_converts(tmp_path: Path) -> None:
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
 
 
+@pytest.mark.slow
 @needs_peft
 def test_adapters_of_peft_share_a_base(tmp_path: Path) -> None:
     run_ranks(body("shares_adapters"), 2, tmp_path=tmp_path)
