@@ -97,8 +97,7 @@ class _TensorSubclasses:
     def encode(self, value: Any) -> tuple[Any, Mapping[str, Any]] | None:
         is_sharded = isinstance(value, Tensor) and is_dtensor(value)
         local = getattr(value, _LOCAL) if is_sharded else value  # as it is: `detach` may make another one
-        is_tensor = isinstance(local, Tensor) and not local.is_nested
-        if not (is_tensor and is_traceable_wrapper_subclass(local)):
+        if not is_traceable_wrapper_subclass(local) or getattr(local, "is_nested", False):
             return None
         found = _name_on_list(type(local))
         names, context = local.__tensor_flatten__()
