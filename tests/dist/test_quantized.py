@@ -508,7 +508,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("original"), made.tensors, made.config)
 
 
-@pytest.mark.slow(but=["shards"])
+@pytest.mark.slow
 @needs_mounts
 @ranks(3)
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicas", "shards"])

@@ -72,6 +72,7 @@ def test_checkpoints_of_an_error(tmp_path: Path) -> None:
     run_ranks(body("stumbles"), 2, folder=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_link_that_cannot_be_made(tmp_path: Path) -> None:
     run_ranks(body("cannot_link"), 2, folder=tmp_path / "run")
 

@@ -62,6 +62,7 @@ def test_adapters_that_peft_computes_the_tensors_of(tmp_path: Path) -> None:
     run_ranks(body("loads_what_peft_computes"), 2, tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 @needs_peft
 def test_adapters_of_a_group(tmp_path: Path) -> None:
     run_ranks(body("saves_adapters_of_a_group"), 3, tmp_path=tmp_path)

@@ -446,6 +446,7 @@ def test_a_rate_is_kept(saved: Path) -> None:
         assert time.monotonic() - began_s >= 0.95 * sent / 1e6 - 0.2
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_a_signal(saved: Path) -> None:
     command = [sys.executable, "-m", "fastload", "serve", str(saved), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
