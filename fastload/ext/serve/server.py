@@ -176,7 +176,8 @@ class Connections(web.Server):
             handler.transport.abort()
 
     def abort_all(self) -> None:
-        """Ends all connections at once."""
+        """Ends all connections at once, and each that is being accepted once it is made."""
+        self._most = 0
         for handler in [*self._idle, *self._busy]:
             self.abort(handler)
 
