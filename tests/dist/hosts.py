@@ -35,10 +35,17 @@ def mount_disk(point: Path, disks: Path, host: int) -> Path:
 
 
 def mount_memory(point: Path, host: int, nbytes: int) -> Path:
-    """Mounts a small file system in memory that only this rank sees."""
+    """Mounts a small file system in memory that only this rank sees.
+
+    Its inode numbers are its own. Each would count from the same one, and files that two hosts write within
+    one tick of the clock would be taken for one file.
+    """
     _become(host)
     size = f"size={nbytes}".encode()
     _call("mount", b"tmpfs", os.fsencode(point), b"tmpfs", ctypes.c_ulong(0), size)
+    for _ in range(100 * host):
+        (point / "number").touch()
+        (point / "number").unlink()
     return point
 
 

@@ -504,7 +504,7 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow  # a watch of one engine is tested above
-@ranks(5, dies={4: signal.SIGKILL}, deadline_s=200)
+@ranks(5, dies={4: signal.SIGKILL}, deadline_s=400)
 def test_a_trainer_serves_its_versions_to_engines_of_other_jobs(
     rank: int, world: int, tmp_path: Path
 ) -> None:
@@ -519,9 +519,9 @@ def test_a_trainer_serves_its_versions_to_engines_of_other_jobs(
     group = _alone(rank, world)
     into = {name: torch.zeros_like(tensor) for name, tensor in state_at(1).items()}
     after = LATE - 1 if rank == 3 else None
-    options = fastload.LoadOptions(timeout_s=100)
+    options = fastload.LoadOptions(timeout_s=200)
     with fastload.watch(
-        url_file.read_text(), after=after, newest_only=False, poll_s=0.05, timeout_s=100,
+        url_file.read_text(), after=after, newest_only=False, poll_s=0.2, timeout_s=200,
         process_group=group, options=options,
     ) as versions:  # fmt: skip
         for version in versions:
