@@ -275,7 +275,6 @@ class ReadAhead:
 _MAX_READ_THREADS = 8
 _MOST_READS = 64
 _MOST_READS_OF_ALL = 2048  # of a job
-_FAR_READS = 32
 _FAR_READS_OF_ALL = 64
 _FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
@@ -294,7 +293,7 @@ def pace_of(num_threads: int | None, plan: Plan, storage: CheckpointReader, *, r
     least = plan.num_reads if plan.exchanges else min(plan.depth, fair)
     num_readers = len(plan.readers)
     most = max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // num_readers)))
-    far = min(_FAR_READS, max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers))
+    far = max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers)
     return Pace(least, most, far, first_byte_s=storage.first_byte_s)
 
 
