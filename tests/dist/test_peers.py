@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
@@ -179,6 +180,33 @@ def test_nobody_waits_for_the_first_bytes_of_a_new_peer(monkeypatch: pytest.Monk
     monkeypatch.setattr("fastload.ext.serve.peer._SILENT_S", 0.0)
     assert own.lend("a", 0, ends).peer is None, "both bring nothing"
     own.close()
+
+
+def test_peers_are_asked_once_more_before_the_origin_is_read() -> None:
+    """A peer has said a moment ago that it has nothing, and reads the same of the origin now."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            here = {"digest": "digest", "ranges": {}, "coming": {"a": [[0, 1000]]}}
+            body = json.dumps({"checkpoints": {"": here}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        own = PeerPool(list, "digest")
+        own._questions.begin(time.monotonic(), resolves=True)
+        own._questions.end()
+        endpoint = Endpoint("a", "127.0.0.1", server.server_port, None, None)
+        peer = KnownPeer(endpoint, Offer("", {}, {}), answered_s=time.monotonic() - 0.1, has_answered=True)
+        own._peers = {endpoint: peer}
+        loan = own.lend("a", 0, [1000])
+        own.close()
+        server.shutdown()
+    assert loan.peer is not None
+    assert loan.is_coming
 
 
 def test_a_slow_peer_has_few_bytes_under_way() -> None:

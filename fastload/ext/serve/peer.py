@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from fastload.ext.serve.connection import Connection, Endpoint, PeerFault
 from fastload.ext.serve.coverage import Ranges, covered_to, joined
 
-_FRESH_S = 0.25  # what a peer has said it has, while it is getting more
 _AGAIN_S = 2.0  # between questions to a peer that does not answer
 _MEASURED_S = 1.0
 _REQUEST_S = 0.25
@@ -168,12 +167,12 @@ class KnownPeer:
         """Whether it may be asked for bytes."""
         return self.offer is not None and not self.is_left and now_s >= self.rests_until_s
 
-    def is_due(self, now_s: float) -> bool:
-        """Whether to ask it what it has."""
+    def is_due(self, now_s: float, fresh_s: float) -> bool:
+        """Whether to ask it what it has, if it said so longer ago than `fresh_s`."""
         is_complete = self.offer is not None and self.offer.ranges is None
         if self.is_left or self.is_asking or is_complete:
             return False
-        return now_s - self.answered_s >= (_FRESH_S if self.has_answered else _AGAIN_S)
+        return now_s - self.answered_s >= (fresh_s if self.has_answered else _AGAIN_S)
 
 
 def last_within(ends: Sequence[int], covered: int) -> int:

@@ -36,6 +36,8 @@ _SLOW_PART = 4
 _MOST_LINES = 20
 _QUEUE_S, _FEWEST_READS = 0.5, 4  # of the origin, which are under way at once while peers may get more
 _TRIAL_S = 1.0  # the longest wait for the first bytes of peers
+_FRESH_S = 0.25  # what a peer has said it has, while it is getting more
+_JUST_NOW_S = 0.02  # and where the origin is about to be read: others may be about to read the same
 
 
 class Loan(NamedTuple):
@@ -88,14 +90,19 @@ class PeerPool:
             A peer that has the first block, or else the origin; for `give_back`.
         """
         with self._changed:
+            is_sure = False
             while not self._is_stopped:
                 now_s = time.monotonic()
                 self._ask_due(now_s)
                 wait_s, loan = self._choose(name, at, ends, now_s)
-                if loan is not None:
+                if loan is not None and loan.peer is None and not is_sure:
+                    is_sure = True
+                    self._ask_due(now_s, _JUST_NOW_S)
+                elif loan is not None:
                     self._speed_of(loan).begin(loan.end - at)
                     return loan
-                self._changed.wait(wait_s)
+                else:
+                    self._changed.wait(wait_s)
             self._origin.begin(ends[-1] - at)
         return Loan(None, ends[-1])
 
@@ -269,13 +276,13 @@ class PeerPool:
 
     # Questions to peers, with the lock but for `_ask` and `_find`
 
-    def _ask_due(self, now_s: float) -> None:
-        """Begins to ask what peers have, and where there are others, if it is time to."""
+    def _ask_due(self, now_s: float, fresh_s: float = _FRESH_S) -> None:
+        """Begins to ask what peers have, if they said so longer ago, and where there are others."""
         if self._questions.is_resolve_due(now_s):
             self._questions.begin(now_s, resolves=True)
             self._workers.submit(self._find)
         for peer in self._peers.values():
-            if peer.is_due(now_s):
+            if peer.is_due(now_s, fresh_s):
                 peer.is_asking = True
                 is_awaited = peer.has_answered or self._questions.is_first
                 if is_awaited:
