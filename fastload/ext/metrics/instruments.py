@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from fastload.base.version import __version__
 from fastload.comm.observers import Event
-from fastload.report import LoadReport, SaveReport
+from fastload.report import LoadReport, ReadReport, SaveReport
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _BYTES = tuple(10.0**power for power in range(6, 15))
@@ -88,7 +87,7 @@ class Meter:
                 self._measure(f"{event.name}.duration", event.seconds, attributes)
         elif isinstance(report, SaveReport):
             self._record_save(report, event, attributes)
-        elif report is not None:
+        elif isinstance(report, ReadReport):
             self._record_reads(report, event, attributes)
         elif event.name == "restore":
             self._measure("restore.duration", event.seconds, attributes)
@@ -113,8 +112,8 @@ class Meter:
         self._measure("save.stall.duration", own.stall_s if each else report.stall_s, attributes)
         self._measure("save.size", own.bytes_written if each else report.nbytes, attributes)
 
-    def _record_reads(self, report: Any, event: Event, attributes: Attributes) -> None:
-        """Records a load or a staging, whose report is of another extension."""
+    def _record_reads(self, report: ReadReport, event: Event, attributes: Attributes) -> None:
+        """Records a load or a staging."""
         ranks = report.ranks[event.rank : event.rank + 1] if self._each_rank else report.ranks
         name = event.name
         self._measure(f"{name}.duration", max(own.total_s for own in ranks), attributes)
@@ -122,8 +121,7 @@ class Meter:
         self._count(f"{name}.supplied", sum(own.bytes_supplied for own in ranks), attributes)
         self._count(f"{name}.retries", sum(own.retries for own in ranks), attributes)
         if event.rank == 0:  # of all ranks
-            nbytes = report.bytes_wanted if isinstance(report, LoadReport) else report.nbytes
-            self._measure(f"{name}.size", nbytes, attributes)
+            self._measure(f"{name}.size", report.num_bytes(), attributes)
             self._measure(f"{name}.read_amplification", report.read_amplification, attributes)
 
     def _measure(self, name: str, value: float, attributes: Attributes) -> None:
@@ -138,6 +136,7 @@ class _Training:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._num_open = 0  # managers
         self._taken = 0.0
         self._opened = 0.0
         self._waited_s = 0.0
@@ -149,11 +148,13 @@ class _Training:
         report = event.facts.get("report")
         with self._lock:
             if event.name == "manage":
-                self._opened = self._taken = now
-                self._waited_s = 0.0
-                self._attributes = dict(attributes)
+                self._num_open += 1
+                if self._num_open == 1:
+                    self._opened = self._taken = now
+                    self._waited_s = 0.0
+                    self._attributes = dict(attributes)
             elif event.name == "close":
-                self._opened = 0.0
+                self._num_open = max(0, self._num_open - 1)
             elif event.name == "restore" and "error" not in event.facts:
                 self._taken = now
                 self._waited_s += event.seconds
@@ -165,12 +166,12 @@ class _Training:
     def age(self, options: CallbackOptions) -> Iterable[Observation]:
         """Seconds of work that would be lost; nothing without a manager."""
         with self._lock:
-            if self._opened:
+            if self._num_open:
                 yield Observation(time.monotonic() - self._taken, self._attributes)
 
     def goodput(self, options: CallbackOptions) -> Iterable[Observation]:
         """Part of the time since the manager opened; nothing without one."""
         with self._lock:
-            if self._opened:
+            if self._num_open:
                 passed_s = max(time.monotonic() - self._opened, 1e-9)
                 yield Observation(max(0.0, 1 - self._waited_s / passed_s), self._attributes)
