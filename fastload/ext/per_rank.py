@@ -59,8 +59,8 @@ def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, tuple):
         return len(value) == len(other) and all(map(_is_same, value, other))
     if hasattr(value, "shape"):  # a tensor or an array
-        is_alike = value.dtype == other.dtype and value.shape == other.shape
-        return is_alike and bool((value == other).all())
+        has_same_spec = value.dtype == other.dtype and value.shape == other.shape
+        return has_same_spec and bool((value == other).all())
     return bool(value == other)
 
 
