@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.base.threads import within
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import join_in, member_of, separate_groups
 from fastload.comm.hosts import Peer, host_addresses, interface_address, listener_at, require_reachable
@@ -36,6 +37,7 @@ from fastload.errors import FastloadError, OptionError, PeerError, WorldError, f
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 _REACHING_S = 5.0  # within which a connection is either open or blocked
+_CONNECTING_S = 0.1  # for each rank; more than Gloo takes
 _GOING_ON_S = 20.0  # within which a rank that has come takes its next step, unless it was killed
 
 # The environment
@@ -304,10 +306,15 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
 
 
 def _join_job(launch: Launch, *, backend: str) -> None:
+    rank, size = launch.rank, launch.world_size
     with _meeting(launch):
         store = _store_of(launch)
         _require_ready(store, launch)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+        within(
+            _MEETING_S + size * _CONNECTING_S,
+            f"rank {rank} of {size}: connecting to the others, one of which may have been killed,",
+            lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size),
+        )
         separate_groups.add(dist.group.WORLD)
 
 
@@ -400,7 +407,7 @@ class _Beats:
 def _require_ready(store: Any, launch: Launch, problem: FastloadError | None = None) -> None:
     """Checks that each rank can join, and connect to one on the next host, before Gloo connects all of them.
 
-    Gloo waits five times its timeout, which torch sets to half an hour.
+    What is wrong is known here at once, and by name: Gloo waits for half an hour.
 
     Args:
         store: The store of the job.

@@ -17,7 +17,7 @@ from fastload.comm import launch
 from fastload.comm.launch import _in_this_incarnation
 from fastload.comm.rendezvous import StoreStep
 from fastload.comm.responses import write_response
-from fastload.errors import WorldError
+from fastload.errors import DeadlineExceeded, WorldError
 from tests.dist.harness import ranks
 
 
@@ -99,6 +99,19 @@ def test_that_a_rank_is_killed_when_all_have_come_is_noticed(rank: int, world: i
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError, match="reach/1"):
         launch._require_ready(own, launch.Launch(rank, world, 0, 1, "127.0.0.1", port, "torchrun"))
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_that_a_rank_is_killed_while_the_ranks_connect_is_noticed(rank: int, world: int, port: int) -> None:
+    dist.destroy_process_group()
+    job = launch.Launch(rank, world, 0, 1, "127.0.0.1", port, "torchrun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setattr(launch, "_MEETING_S", 4.0)
+        if rank:
+            patch.setattr(dist, "init_process_group", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(DeadlineExceeded, match="rank 0 of 2: connecting to the others, one of which may"):
+            launch._join_job(job, backend="gloo")
 
 
 def test_a_decision_of_many_ranks_is_short() -> None:
