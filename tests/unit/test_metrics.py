@@ -211,6 +211,15 @@ def test_spans_of_a_load_in_another_thread_are_below_its_caller(telemetry: Telem
     assert parent.span_id == spans["worker"].context.span_id
 
 
+def test_redistributions_are_measured(telemetry: Telemetry) -> None:
+    fastload_metrics.enable()
+    fastload.redistribute(STATE, {name: torch.zeros_like(tensor) for name, tensor in STATE.items()})
+    points = telemetry.points()
+    assert value(points, "fastload.redistribute.size") == NBYTES
+    assert "fastload.tier" not in points["fastload.redistribute.duration"][0].attributes
+    assert not any(name.startswith("fastload.load") for name in points)
+
+
 def test_managers_share_the_gauges(telemetry: Telemetry, tmp_path: Path) -> None:
     fastload_metrics.enable()
     with fastload.CheckpointManager(tmp_path / "model", **NO_STEP):

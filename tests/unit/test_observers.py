@@ -233,6 +233,16 @@ def test_a_listener_is_told_of_what_fails(events: list[Event], tmp_path: Path) -
     assert told == [(name, type(error)) for name, error in zip(names, errors, strict=True)]
 
 
+def test_a_listener_is_told_of_redistributions(events: list[Event]) -> None:
+    into = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    reports = [fastload.redistribute(STATE, into) for _ in range(2)]
+    with pytest.raises(fastload.MismatchError):
+        fastload.redistribute(STATE, {"a": torch.zeros(3)})
+    assert [event.name for event in events] == ["redistribute"] * 3
+    assert [event.facts["report"] for event in events[:2]] == reports
+    assert type(events[2].facts["error"]) is fastload.MismatchError
+
+
 def test_a_listener_is_told_of_streams(events: list[Event], tmp_path: Path) -> None:
     fastload.save(STATE, tmp_path / "a")
     events.clear()

@@ -25,6 +25,8 @@ HISTOGRAMS = {
     "fastload.save.stall.duration": ("s", SECONDS, "Time that training waited for a save, and those before."),
     "fastload.save.size": ("By", _BYTES, "Bytes of a saved checkpoint."),
     "fastload.restore.duration": ("s", SECONDS, "Time of a restore, with the search for the newest."),
+    "fastload.redistribute.duration": ("s", SECONDS, "Time of a redistribution."),
+    "fastload.redistribute.size": ("By", _BYTES, "Bytes of the redistributed tensors, each counted once."),
     "fastload.stage.duration": ("s", SECONDS, "Time of a staging, until every host has its copy."),
     "fastload.stage.size": ("By", _BYTES, "Bytes of a staged checkpoint."),
     "fastload.stage.read_amplification": ("1", _TIMES, "Bytes that a staging read over its size."),
@@ -83,7 +85,7 @@ class Meter:
         report, error = facts.get("report"), facts.get("error")
         self._training.note(event, attributes)
         if error is not None:
-            if event.name in ("load", "save", "restore", "stage"):
+            if f"fastload.{event.name}.duration" in self._histograms:
                 self._measure(f"{event.name}.duration", event.seconds, attributes)
         elif isinstance(report, SaveReport):
             self._record_save(report, event, attributes)
@@ -101,7 +103,8 @@ class Meter:
         if isinstance(report, LoadReport):
             attributes["fastload.strategy"] = report.strategy
         tier = getattr(report, "tier", None) or getattr(report, "source", None)
-        if tier := tier or facts.get("tier") or facts.get("source"):
+        tier = tier or facts.get("tier") or facts.get("source")
+        if tier and event.name != "redistribute":
             attributes["fastload.tier"] = tier
         return attributes
 
@@ -113,15 +116,18 @@ class Meter:
         self._measure("save.size", own.bytes_written if each else report.nbytes, attributes)
 
     def _record_reads(self, report: ReadReport, event: Event, attributes: Attributes) -> None:
-        """Records a load or a staging."""
+        """Records a load, a staging or a redistribution."""
         ranks = report.ranks[event.rank : event.rank + 1] if self._each_rank else report.ranks
         name = event.name
         self._measure(f"{name}.duration", max(own.total_s for own in ranks), attributes)
+        if event.rank == 0:  # of all ranks
+            self._measure(f"{name}.size", report.num_bytes(), attributes)
+        if name == "redistribute":
+            return
         self._count(f"{name}.io", sum(own.bytes_read for own in ranks), attributes)
         self._count(f"{name}.supplied", sum(own.bytes_supplied for own in ranks), attributes)
         self._count(f"{name}.retries", sum(own.retries for own in ranks), attributes)
-        if event.rank == 0:  # of all ranks
-            self._measure(f"{name}.size", report.num_bytes(), attributes)
+        if event.rank == 0:
             self._measure(f"{name}.read_amplification", report.read_amplification, attributes)
 
     def _measure(self, name: str, value: float, attributes: Attributes) -> None:
