@@ -131,6 +131,8 @@ class _TensorSubclasses:
         try:
             found = _class_of(header["class"], Tensor)
             size, stride = torch.Size(_sizes(header["size"])), _sizes(header["stride"])
+            if len(stride) != len(size):
+                raise ValueError(f"{len(stride)} strides for {len(size)} dimensions")
             sharded = next((part for part in parts.values() if is_dtensor(part)), None)
             if sharded is None:
                 context = _decode(header["context"], size)

@@ -251,6 +251,8 @@ MALFORMED = [
     {"size": [-1]},
     {"size": 3},
     {"stride": None},
+    {"stride": [1]},
+    {"stride": [-4, 1]},
     {"kind": 3},
     {"context": {"enum": ["tests.Rounding", "SIDEWAYS"]}},
     {"context": {"enum": ["tests.Rounding", []]}},
