@@ -46,6 +46,35 @@ class Report:
         return {**values, "ranks": [_values_of(rank) for rank in self.ranks]}
 
 
+class ReadReport(Report):
+    """Base class of the reports on reading a checkpoint."""
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of what is read, each counted once."""
+        nbytes: int = vars(self)["nbytes"]
+        return nbytes
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes wanted; 1.0 is the minimum without other sources."""
+        return self.bytes_read / self.num_bytes() if self.num_bytes() else 1.0
+
+    @property
+    def bytes_read(self) -> int:
+        """Data bytes read from storage, over all ranks."""
+        return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def bytes_supplied(self) -> int:
+        """Data bytes from the `sources` of the options in place of storage, over all ranks."""
+        return sum(rank.bytes_supplied for rank in self.ranks)
+
+    @property
+    def bytes_verified(self) -> int:
+        """Data bytes checked against checksums, over all ranks."""
+        return sum(rank.bytes_verified for rank in self.ranks)
+
+
 class _RankReport:
     """Base class of the reports of one rank, which the ranks exchange in a compact form."""
 
@@ -131,7 +160,7 @@ class RankReport(_RankReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadReport(Report):
+class LoadReport(ReadReport):
     """The report of a load over all ranks; the same on every rank.
 
     Attributes:
@@ -168,20 +197,9 @@ class LoadReport(Report):
     source_why: str = ""
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
-    @property
-    def bytes_read(self) -> int:
-        """Data bytes read from storage, over all ranks."""
-        return sum(rank.bytes_read for rank in self.ranks)
-
-    @property
-    def bytes_supplied(self) -> int:
-        """Data bytes from `LoadOptions.sources` in place of storage, over all ranks."""
-        return sum(rank.bytes_supplied for rank in self.ranks)
-
-    @property
-    def bytes_verified(self) -> int:
-        """Data bytes checked against the commit record, over all ranks."""
-        return sum(rank.bytes_verified for rank in self.ranks)
+    def num_bytes(self) -> int:
+        """Returns `bytes_wanted`."""
+        return self.bytes_wanted
 
     @property
     def limit(self) -> str:
@@ -197,14 +215,9 @@ class LoadReport(Report):
         }
         return max(longest, key=lambda name: longest[name])
 
-    @property
-    def read_amplification(self) -> float:
-        """Bytes read over bytes wanted; 1.0 is the minimum."""
-        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
-
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport(Report):
+class VerifyReport(ReadReport):
     """The report of reading a complete checkpoint, to verify or to seal it; the same on every rank.
 
     Attributes:
@@ -223,11 +236,6 @@ class VerifyReport(Report):
     nbytes: int
     outcome: str = "intact"
     ranks: Sequence[RankReport] = field(default_factory=tuple)
-
-    @property
-    def bytes_verified(self) -> int:
-        """Data bytes checked or hashed, over all ranks; more than `nbytes` if hosts have their own copies."""
-        return sum(rank.bytes_verified for rank in self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

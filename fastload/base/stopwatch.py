@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -15,7 +18,8 @@ class Stopwatch:
     Use as a context manager, also nested and in several threads at once.
 
     Attributes:
-        listeners: Called with (begin, end, facts) of each piece of work with a `span` or a beginning.
+        listeners: Called with (begin, end, facts) of each piece of work with a `span` or a beginning. One
+            that fails is logged, and called no more.
     """
 
     def __init__(self) -> None:
@@ -64,7 +68,11 @@ class Stopwatch:
                 self._total_s += now - self._since
         if began is not None:
             for listener in self.listeners:
-                listener(began, now, facts)
+                try:
+                    listener(began, now, facts)
+                except Exception:
+                    _log.exception("an observer failed")
+                    self.listeners = tuple(one for one in self.listeners if one is not listener)
 
     @property
     def seconds(self) -> float:

@@ -24,8 +24,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.base.threads import within
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.group import join_in, member_of, separate_groups
 from fastload.comm.hosts import Peer, host_addresses, interface_address, listener_at, require_reachable
@@ -35,6 +37,8 @@ from fastload.errors import FastloadError, OptionError, PeerError, WorldError, f
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 _REACHING_S = 5.0  # within which a connection is either open or blocked
+_CONNECTING_S = 0.1  # for each rank; more than Gloo takes
+_GOING_ON_S = 20.0  # within which a rank that has come takes its next step, unless it was killed
 
 # The environment
 
@@ -302,10 +306,15 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
 
 
 def _join_job(launch: Launch, *, backend: str) -> None:
+    rank, size = launch.rank, launch.world_size
     with _meeting(launch):
         store = _store_of(launch)
         _require_ready(store, launch)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+        within(
+            _MEETING_S + size * _CONNECTING_S,
+            f"rank {rank} of {size}: connecting to the others, one of which may have been killed,",
+            lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size),
+        )
         separate_groups.add(dist.group.WORLD)
 
 
@@ -319,8 +328,11 @@ def _refuse_job(launch: Launch, problem: FastloadError) -> NoReturn:
 def _store_of(launch: Launch) -> dist.Store:
     """Connects to the store of a job."""
     rank, size = launch.rank, launch.world_size
-    store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
-    return _in_this_incarnation(store, rank, size)
+    limit = timedelta(seconds=_MEETING_S)  # torch's own is half an hour
+    store, _, _ = next(dist.rendezvous(launch.init_method, rank, size, timeout=limit))
+    own = _in_this_incarnation(store, rank, size)
+    store.set_timeout(default_pg_timeout)
+    return own
 
 
 @contextmanager
@@ -354,6 +366,7 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
         while (found := store.add(f"{name}/ranks", 0)) < size:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
+            store.add(f"{name}/beats", 1)
             time.sleep(_POLL_S)
         store.set(f"{name}/all", "here")
         return dist.PrefixStore(name, store)
@@ -361,20 +374,40 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
     while time.monotonic() < deadline:
         now = str(store.get("incarnation"), "ascii")
         if now != name:
-            name, is_old = now, store.add(f"{now}/ranks", 1) > size
+            name, is_old, beats = now, store.add(f"{now}/ranks", 1) > size, _Beats()
         if is_old:
             time.sleep(_POLL_S)
             continue
         with suppress(RuntimeError):  # torch's DistStoreError is one
-            store.wait([f"{name}/all"], timedelta(seconds=1))
+            store.wait([f"{name}/all"], timedelta(seconds=_GOING_ON_S / 20))
             return dist.PrefixStore(name, store)
+        if beats.have_stopped(store.add(f"{name}/beats", 0)):
+            raise RuntimeError("rank 0 was killed or stopped while it waited for others")
     raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
+
+
+class _Beats:
+    """What a rank sees of rank 0, which counts on while it waits for others.
+
+    A count that has never moved proves nothing: it may be that of an earlier incarnation.
+    """
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._moved_at: float | None = None
+
+    def have_stopped(self, count: int) -> bool:
+        """Whether the count has moved, and then no more; asked now and then."""
+        if self._last not in (None, count):
+            self._moved_at = time.monotonic()
+        self._last = count
+        return self._moved_at is not None and time.monotonic() - self._moved_at > _GOING_ON_S
 
 
 def _require_ready(store: Any, launch: Launch, problem: FastloadError | None = None) -> None:
     """Checks that each rank can join, and connect to one on the next host, before Gloo connects all of them.
 
-    Gloo waits five times its timeout, which torch sets to half an hour.
+    What is wrong is known here at once, and by name: Gloo waits for half an hour.
 
     Args:
         store: The store of the job.
@@ -390,6 +423,7 @@ def _require_ready(store: Any, launch: Launch, problem: FastloadError | None = N
         where = listener.getsockname()[:2] if listener is not None else None
         store.set(f"reach/{rank}", json.dumps([host, where]))
         other = (rank + (launch.num_local_ranks or 1)) % size
+        _await(store, f"reach/{other}")
         its_host, there = json.loads(store.get(f"reach/{other}"))
         if where is not None and there is not None and where[0] != there[0]:
             try:
@@ -416,7 +450,16 @@ def _require_ready(store: Any, launch: Launch, problem: FastloadError | None = N
 def _meet(store: Any, what: str, size: int) -> None:
     if store.add(f"reach/num_{what}", 1) == size:
         store.set(f"reach/all_{what}", "")
-    store.wait([f"reach/all_{what}"], timedelta(seconds=4 * _REACHING_S))
+    _await(store, f"reach/all_{what}")
+
+
+def _await(store: Any, key: str) -> None:
+    """Waits for what ranks set that have come.
+
+    Raises:
+        RuntimeError: It was not set in time.
+    """
+    store.wait([key], timedelta(seconds=_GOING_ON_S))
 
 
 def _gloo_addresses() -> list[str]:

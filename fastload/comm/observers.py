@@ -141,11 +141,11 @@ class Event:
     """Something has ended, on this rank.
 
     Attributes:
-        name: ``load``, ``save``, ``stage``, ``restore``, ``delete``; ``manage`` when a `CheckpointManager`
-            opens, and ``close`` when it closes.
+        name: ``load``, ``save``, ``stage``, ``redistribute``, ``restore``, ``delete``; ``manage`` when a
+            `CheckpointManager` opens, and ``close`` when it closes.
         rank: This rank in its group.
         seconds: Since it began, on this rank.
-        facts: ``error`` if it failed. The ``report`` of a load, save or stage. ``tier`` and ``step`` of a
+        facts: ``error`` if it failed. The ``report`` of the first four. ``tier`` and ``step`` of a
             save, ``step``, ``source``, ``why`` and ``num_damaged`` of a restore, ``step``, ``url`` and
             ``nbytes`` of a deletion.
     """

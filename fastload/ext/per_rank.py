@@ -14,7 +14,7 @@ def merge(values: Sequence[Any], rank: int, size: int) -> Any:
 
     Lists are joined, in the order of the ranks. A `range` that goes on where the one before ends is joined
     with it, so that positions stay short. Dicts are merged by key. Anything else has to be the same on all
-    ranks, such as the number of an epoch.
+    ranks, such as the number of an epoch or a tensor.
 
     Args:
         values: The values of the ranks that saved, in their order.
@@ -31,7 +31,7 @@ def merge(values: Sequence[Any], rank: int, size: int) -> Any:
         if any(value.keys() != first.keys() for value in values):
             raise ValueError("the dicts of the ranks have different keys")
         return {key: merge([value[key] for value in values], rank, size) for key in first}
-    if any(type(value) is not type(first) or value != first for value in values):
+    if not all(_is_same(value, first) for value in values):
         raise ValueError(f"only lists may differ between ranks, not {show_key(first)}")
     return first
 
@@ -53,11 +53,26 @@ def split(values: Sequence[Any], rank: int, size: int) -> Any:
     return _part(merge(values, rank, size), rank, size)
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if hasattr(value, "shape"):  # a tensor or an array
+        has_same_spec = value.dtype == other.dtype and value.shape == other.shape
+        return has_same_spec and bool((value == other).all())
+    return bool(value == other)
+
+
 def _joined(elements: list[Any]) -> list[Any]:
     joined: list[Any] = []
     for element in elements:
         if joined and _goes_on(joined[-1], element):
-            joined[-1] = range(joined[-1].start, element.stop, element.step)
+            before = joined[-1]
+            end = (
+                before.start + (len(before) + len(element)) * before.step
+            )  # not `stop`: that may be anywhere
+            joined[-1] = range(before.start, end, before.step)
         else:
             joined.append(element)
     return joined

@@ -7,8 +7,9 @@ rest is a load: each byte is read by one of its holders, and arrives in the memo
 from __future__ import annotations
 
 import secrets
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -21,6 +22,7 @@ from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, members_of
 from fastload.comm.hosts import machine_digest
+from fastload.comm.observers import notify, notifying_of_failure
 from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import OptionError
@@ -120,7 +122,17 @@ def redistribute(
     with Meeting(process_group, _WHAT) as meeting:
         chosen = meeting.choose(options, LoadOptions)
         inputs = _Inputs.of(state, into, dtype, names, strict, chosen.shared_values())
-    world = meeting.world
+    world, began = meeting.world, time.perf_counter()
+    with notifying_of_failure(world, "redistribute", began):
+        request = partial(_Request, {} if into is None else into, None, dtype, names, strict)
+        report = _redistribute(world, state, request, inputs, chosen)
+    notify(world, "redistribute", began, report=report)
+    return report
+
+
+def _redistribute(
+    world: World, state: Any, make_request: Callable[..., _Request], inputs: _Inputs, chosen: LoadOptions
+) -> LoadReport:
     num_clears = world.cache.num_clears
     kept: KeptPlan | None = world.cache.take(_WHAT)
     with world.together(), world.step(_WHAT) as step:
@@ -139,7 +151,7 @@ def redistribute(
         with session.usable():
             parts = (part for tensor in source.tensors.values() for _, part in local_parts(tensor))
             memory = frozenset(map(_memory_of, parts))
-            request = _Request({} if into is None else into, None, dtype, names, strict, memory=memory)
+            request = make_request(memory=memory)
             if chosen.atomic:
                 return session.load(request).report
             job = prepare_load(session.opened, request)

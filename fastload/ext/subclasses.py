@@ -28,22 +28,29 @@ _HOW = "fastload.ext.subclasses.allow(…) adds a class to the list"
 
 _QUANTIZATION, _COMMON = "torchao.quantization", "torchao.quantization.quantize_.common"
 _MX = "torchao.prototype.mx_formats"
+_FLOAT8, _TRAINING = "torchao.float8", "torchao.prototype.quantized_training"
 # By package and name, since modules move between versions: the module to import it from, or the class itself.
 _allowed: dict[str, str | type] = {
     "torchao.OptimState4bit": "torchao.optim.subclass_4bit",
     "torchao.OptimState8bit": "torchao.optim.subclass_8bit",
     "torchao.OptimStateFp8": "torchao.optim.subclass_fp8",
+    "torchao.BitNetTrainingLinearWeight": _TRAINING,
     "torchao.Float8Tensor": _QUANTIZATION,
     "torchao.Int4PlainInt32Tensor": _QUANTIZATION,
     "torchao.Int4Tensor": _QUANTIZATION,
     "torchao.Int4TilePackedTo4dTensor": _QUANTIZATION,
+    "torchao.Int8MixedPrecisionTrainingLinearWeight": _TRAINING,
+    "torchao.Int8QuantizedTrainingLinearWeight": _TRAINING,
     "torchao.Int8Tensor": _QUANTIZATION,
     "torchao.IntxUnpackedToInt8Tensor": _QUANTIZATION,
     "torchao.MXTensor": f"{_MX}.mx_tensor",
     "torchao.NVFP4Tensor": f"{_MX}.nvfp4_tensor",
+    "torchao.WeightWithDynamicFloat8CastTensor": f"{_FLOAT8}.fsdp_utils",
     # What these have as attributes.
-    "torchao.Float8MMConfig": "torchao.float8.inference",
+    "torchao.Float8MMConfig": f"{_FLOAT8}.inference",
+    "torchao.Int8MixedPrecisionTrainingConfig": _TRAINING,
     "torchao.KernelPreference": _COMMON,
+    "torchao.LinearMMConfig": f"{_FLOAT8}.float8_training_tensor",
     "torchao.MappingType": _QUANTIZATION,
     "torchao.PerAxis": _QUANTIZATION,
     "torchao.PerGroup": _QUANTIZATION,
@@ -54,11 +61,17 @@ _allowed: dict[str, str | type] = {
     "torchao.QuantizeTensorToMXKwargs": f"{_MX}.mx_tensor",
     "torchao.QuantizeTensorToNVFP4Kwargs": f"{_MX}.nvfp4_tensor",
     "torchao.ScaleCalculationMode": f"{_MX}.config",
+    "torchao.ScaledMMConfig": f"{_FLOAT8}.float8_training_tensor",
 }
 
 # The inner tensors that all shards of a tensor have, and the classes with their own size in their context.
 _REPLICATED = {"torchao.OptimState4bit": ("qmap",), "torchao.OptimState8bit": ("qmap",)}
 _WITH_SIZE = {"torchao.OptimState4bit"}
+# An inner tensor that is computed from the others before each step, and again where it is None.
+_DERIVED = {
+    "torchao.BitNetTrainingLinearWeight": "_precomputed_scale",
+    "torchao.WeightWithDynamicFloat8CastTensor": "_precomputed_scale",
+}
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "Size": torch.Size}
 _LOCAL = "_local_tensor"
@@ -101,7 +114,7 @@ class _TensorSubclasses:
             return None
         found = _name_on_list(type(local))
         names, context = local.__tensor_flatten__()
-        parts = {name: getattr(local, name) for name in names}
+        parts = {name: getattr(local, name) for name in names if name != _DERIVED.get(found)}
         if is_sharded:
             parts = {name: _as_shard(value, local.shape, part, found, name) for name, part in parts.items()}
         kind = "Parameter" if isinstance(value, nn.Parameter) else "Tensor"
@@ -118,15 +131,18 @@ class _TensorSubclasses:
         try:
             found = _class_of(header["class"], Tensor)
             size, stride = torch.Size(_sizes(header["size"])), _sizes(header["stride"])
+            if len(stride) != len(size):
+                raise ValueError(f"{len(stride)} strides for {len(size)} dimensions")
             sharded = next((part for part in parts.values() if is_dtensor(part)), None)
             if sharded is None:
-                tensor = found.__tensor_unflatten__(parts, _decode(header["context"], size), size, stride)
+                context = _decode(header["context"], size)
+                tensor = _require_size(found.__tensor_unflatten__(parts, context, size, stride), size)
             else:
                 here = torch.Size(_size_of_shard(size, sharded))
                 locals_ = {name: local_of(part) for name, part in parts.items()}
                 context = _decode(header["context"], here)
                 local = found.__tensor_unflatten__(locals_, context, here, row_major(here))
-                tensor = _with_shard(sharded, local, size, stride)
+                tensor = _with_shard(sharded, _require_size(local, here), size, stride)
             kind, _, grad = header["kind"].partition("+")
             if kind == "Parameter":
                 return nn.Parameter(tensor, requires_grad=bool(grad))
@@ -153,7 +169,11 @@ class _TensorSubclasses:
         if encoded is None or type(header) is not dict:
             return None
         own, parts = encoded
-        return parts if all(own[key] == header.get(key) for key in ("class", "context", "size")) else None
+        if any(own[key] != header.get(key) for key in ("class", "context", "size")):
+            return None
+        if derived := _DERIVED.get(own["class"]):  # that of the values which are replaced
+            setattr(getattr(value, _LOCAL) if is_dtensor(value) else value, derived, None)
+        return parts
 
 
 codec = _TensorSubclasses()
@@ -193,9 +213,16 @@ def _class_of(name: Any, base: type) -> Any:
             found = getattr(import_module(found), name.partition(".")[2])
         except (ImportError, AttributeError) as error:
             raise Unknown(f"the class {name} cannot be imported: {error}") from None
-    if not issubclass(found, base):
+    if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{name} is no {base.__name__}")
     return found
+
+
+def _require_size(tensor: Tensor, size: torch.Size) -> Tensor:
+    """Raises `ValueError` for a tensor of another size, such as that of its inner tensors."""
+    if tensor.shape != size:
+        raise ValueError(f"its size is {list(size)}, but that of its inner tensors {list(tensor.shape)}")
+    return tensor
 
 
 def _is_record(kind: type) -> bool:

@@ -48,7 +48,9 @@ def local_of(tensor: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
             return local_of(tensor)
-    return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]
+    local: Any = tensor.to_local().detach()  # type: ignore[attr-defined]
+    # What `redistribute(async_op=True)` gives until it is used.
+    return local.wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
 
 
 def mesh_of(tensor: Any) -> str:

@@ -108,7 +108,10 @@ def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     assert raised.type is CheckpointError
     with fastload.open(path, options=options()) as checkpoint:
         parts = load_parts(checkpoint)
-    write_dcp_folder(parts, str(tmp_path / "again"), overwrite=False, timeout_s=20)
+    shown: list[tuple[int, int]] = []
+    show = lambda *now: shown.append(now)  # noqa: E731
+    write_dcp_folder(parts, str(tmp_path / "again"), overwrite=False, timeout_s=20, progress=show)
+    assert shown[-1][0] == shown[-1][1] > 0
     assert len(fastload.inspect(tmp_path / "again").by_name["big"].pieces) == world
     again = zeros(expected)
     dcp.load(again, checkpoint_id=tmp_path / "again")

@@ -14,9 +14,17 @@ import pytest
 import torch.distributed as dist
 
 import fastload
-from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, PeerError, WorldError
+from fastload.errors import (
+    FastloadError,
+    IncompleteCheckpoint,
+    OptionError,
+    PeerError,
+    StorageError,
+    WorldError,
+)
 from fastload.ext.memory import flush
 from fastload.ext.memory.recovery import Recovery, recover
+from fastload.storage.local import LocalStorage
 from tests.checkpoints import flip
 from tests.dist.flush_draws import Processes, run_draw
 from tests.dist.harness import ranks, run_ranks
@@ -202,6 +210,23 @@ def test_damage_of_what_each_rank_has_of_its_own(rank: int, world: int, tmp_path
         flip(checkpoint_in(tmp_path / "memory", 0, own), -1)
     dist.barrier()
     assert flushed(tmp_path).step == 1
+    assert fastload.load(tmp_path / ROOT / "step_00000001")["rng"].tolist() == [rank, 1]
+
+
+@ranks(2, ranks_per_host=1)
+def test_a_host_that_cannot_read_its_copy(rank: int, world: int, tmp_path: Path) -> None:
+    left_behind(tmp_path, 1, rank=rank)
+    read = LocalStorage.read_into
+
+    def fail(storage: LocalStorage, name: str, *arguments: Any) -> None:
+        if name.endswith(".safetensors"):
+            raise StorageError("Input/output error (EIO)", f"{storage.url}/{name}")
+        read(storage, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(LocalStorage, "read_into", fail)
+        assert flushed(tmp_path).step == 1
     assert fastload.load(tmp_path / ROOT / "step_00000001")["rng"].tolist() == [rank, 1]
 
 

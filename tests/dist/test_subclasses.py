@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import fastload
 from fastload.errors import OptionError
@@ -104,3 +104,17 @@ def test_ranks_with_different_classes_are_an_error(rank: int, world: int, tmp_pa
     other = shard(make(1, context=CONTEXT if rank else []))
     with pytest.raises(fastload.PlanMismatch, match=r"state\['w'\]"):
         fastload.save({"w": other}, tmp_path / "a")
+
+
+@ranks(2)
+def test_tensors_that_are_still_being_gathered(rank: int, world: int, tmp_path: Path) -> None:
+    """Until it is used, `redistribute(async_op=True)` has a subclass of its own as the local tensor."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def gathered(whole: torch.Tensor) -> DTensor:
+        return distribute_tensor(whole, mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True)
+
+    fastload.save({"a": gathered(torch.arange(8.0))}, tmp_path / "a")
+    state = {"a": gathered(torch.zeros(8))}
+    fastload.load(tmp_path / "a", into=state)
+    assert state["a"].to_local().tolist() == fastload.load(tmp_path / "a")["a"].tolist() == [*range(8)]

@@ -41,3 +41,7 @@ def test_states_of_shards_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     run_ranks(body("saves_shards"), 2, folder=tmp_path)
     for world in (2, 4, 1):
         run_ranks(body("loads_shards"), world, folder=tmp_path)
+
+
+def test_weights_that_fsdp_gathers_in_float8(tmp_path: Path) -> None:
+    run_ranks(body("trains_in_float8"), 2, folder=tmp_path)

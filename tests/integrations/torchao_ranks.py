@@ -11,6 +11,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao import optim, quantization
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from torchao.prototype import quantized_training
 
 import fastload
 from fastload.ext import subclasses
@@ -43,9 +49,9 @@ def model_of(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, num_steps: int = 2) -> None:
     torch.manual_seed(seed)
-    for _ in range(2):
+    for _ in range(num_steps):
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -146,6 +152,10 @@ def quantises(rank: int, world: int, folder: Path) -> None:
         quantization.Float8WeightOnlyConfig(),
         quantization.Int8DynamicActivationInt8WeightConfig(),
         quantization.IntxWeightOnlyConfig(),
+        quantization.Int8DynamicActivationIntxWeightConfig(),
+        quantized_training.int8_weight_only_quantized_training(),
+        quantized_training.Int8MixedPrecisionTrainingConfig(),
+        quantized_training.bitnet_training(),
     ):
         path, models = folder / type(config).__name__, [model_of(seed) for seed in range(3)]
         for model in models:
@@ -164,3 +174,35 @@ def quantises(rank: int, world: int, folder: Path) -> None:
         assert_same(third(example), model(example))
     for name in subclasses._allowed:
         subclasses._class_of(name, object)
+
+
+def trains_in_float8(rank: int, world: int, folder: Path) -> None:
+    """FSDP2 that gathers weights in float8: they are subclasses around the weights of the training."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        model = convert_to_float8_training(model_of(seed), config=config)
+        fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        train(model, optimizer, 1, num_steps=1)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+    model, optimizer = made(0)
+    step(model, optimizer)
+    fastload.save({"model": model, "optimizer": optimizer}, folder / "a")
+    other, again = made(2)
+    step(other, again)
+    fastload.load(folder / "a", into={"model": other, "optimizer": again})
+    assert other[0].weight.to_local()._precomputed_scale is None, "it was that of other weights"
+    for _ in range(2):
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(plain(one), plain(two))
+        step(model, optimizer)
+        step(other, again)
+
+
+def plain(parameter: Any) -> torch.Tensor:
+    local = parameter.to_local()
+    return local._tensor if is_traceable_wrapper_subclass(local) else local

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from fastload.comm import launch
 from fastload.comm.launch import _in_this_incarnation
 from fastload.comm.rendezvous import StoreStep
 from fastload.comm.responses import write_response
+from fastload.errors import DeadlineExceeded, WorldError
+from tests.dist.harness import ranks
 
 
 @pytest.fixture
@@ -50,6 +58,60 @@ def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch
     monkeypatch.setattr("fastload.comm.launch._MEETING_S", 20.0)
     for _ in range(5):
         assert len(set(meet(port, [1, 0], 2))) == 1
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_that_never_come_are_waited_for_no_longer(
+    launcher: Any, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself torch waits half an hour for a key in an agent's store, or for others to join its own."""
+    monkeypatch.setattr(launch, "_MEETING_S", 0.5)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(launcher == "torchrun"))
+    rank, place = (1, port) if launcher == "torchrun" else (0, free_port())
+    job = launch.Launch(rank, 2, 0, 1, "127.0.0.1", place, launcher)
+    with pytest.raises(WorldError, match=f"rank {rank} of 2 did not meet the others"):
+        next(launch.join_job(job, "listing", timeout_s=5))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+        return found
+
+
+@ranks(3, dies={0: signal.SIGKILL})
+def test_that_rank_0_is_killed_while_it_waits_for_others_is_noticed(rank: int, world: int, port: int) -> None:
+    launch._GOING_ON_S = 1.0
+    if rank == 0:
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with pytest.raises(RuntimeError, match="rank 0 was killed or stopped while it waited"):
+        launch._in_this_incarnation(store, rank, world + 1)
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_that_a_rank_is_killed_when_all_have_come_is_noticed(rank: int, world: int, port: int) -> None:
+    launch._GOING_ON_S = 1.0
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    own = launch._in_this_incarnation(store, rank, world)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="reach/1"):
+        launch._require_ready(own, launch.Launch(rank, world, 0, 1, "127.0.0.1", port, "torchrun"))
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_that_a_rank_is_killed_while_the_ranks_connect_is_noticed(rank: int, world: int, port: int) -> None:
+    dist.destroy_process_group()
+    job = launch.Launch(rank, world, 0, 1, "127.0.0.1", port, "torchrun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setattr(launch, "_MEETING_S", 4.0)
+        if rank:
+            patch.setattr(dist, "init_process_group", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(DeadlineExceeded, match="rank 0 of 2: connecting to the others, one of which may"):
+            launch._join_job(job, backend="gloo")
 
 
 def test_a_decision_of_many_ranks_is_short() -> None:

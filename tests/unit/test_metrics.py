@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,6 +190,62 @@ def test_spans_are_below_that_of_the_caller(telemetry: Telemetry, tmp_path: Path
         assert phases <= below.keys()
         for one in below.values():
             assert span.start_time <= one.start_time <= one.end_time <= span.end_time
+
+
+def test_spans_of_a_load_in_another_thread_are_below_its_caller(telemetry: Telemetry, tmp_path: Path) -> None:
+    fastload_metrics.enable()
+    tracer = trace.get_tracer("a training")
+    fastload.save(STATE, tmp_path / "a")
+
+    def load(checkpoint: fastload.Checkpoint) -> None:
+        with tracer.start_as_current_span("worker"):
+            checkpoint.load()
+
+    with tracer.start_as_current_span("main"), fastload.open(tmp_path / "a") as checkpoint:
+        thread = threading.Thread(target=load, args=(checkpoint,))
+        thread.start()
+        thread.join()
+    spans = telemetry.spans()
+    parent = spans["fastload.load"].parent
+    assert parent is not None
+    assert parent.span_id == spans["worker"].context.span_id
+
+
+def test_redistributions_are_measured(telemetry: Telemetry) -> None:
+    fastload_metrics.enable()
+    fastload.redistribute(STATE, {name: torch.zeros_like(tensor) for name, tensor in STATE.items()})
+    points = telemetry.points()
+    assert value(points, "fastload.redistribute.size") == NBYTES
+    assert "fastload.tier" not in points["fastload.redistribute.duration"][0].attributes
+    assert not any(name.startswith("fastload.load") for name in points)
+
+
+def test_managers_share_the_gauges(telemetry: Telemetry, tmp_path: Path) -> None:
+    fastload_metrics.enable()
+    with fastload.CheckpointManager(tmp_path / "model", **NO_STEP):
+        with fastload.CheckpointManager(tmp_path / "averages", **NO_STEP):
+            assert value(telemetry.points(), "fastload.checkpoint.age") > 0
+        assert value(telemetry.points(), "fastload.checkpoint.age") > 0
+    assert "fastload.checkpoint.age" not in telemetry.points()
+
+
+def test_threads_that_enable_them_at_once_do_it_once(off: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastload.ext.metrics import instruments
+
+    def slow(**arguments: Any) -> Any:
+        made.append(meter(**arguments))
+        time.sleep(0.05)
+        return made[-1]
+
+    made: list[Any] = []
+    meter = instruments.Meter
+    monkeypatch.setattr(instruments, "Meter", slow)
+    threads = [threading.Thread(target=fastload_metrics.enable) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == len(observers._listeners) == 1
 
 
 def test_the_span_of_a_save_that_fails_says_why(

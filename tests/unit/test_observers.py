@@ -137,6 +137,22 @@ def test_what_an_observer_raises_fails_no_call(
     assert (tmp_path / "trace").exists()
 
 
+def test_what_a_listener_of_a_stopwatch_raises_fails_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    class Broken(Listener):
+        def follow(self, watches: Mapping[str, Stopwatch]) -> None:
+            for watch in watches.values():
+                watch.listeners += (lambda *_: 1 / 0, lambda *_: self._notes.append("work"))
+
+    notes: list[Any] = []
+    monkeypatch.setattr(observers, "_registered", [partial(Broken, notes)])
+    fastload.save(STATE, tmp_path / "step_1")
+    assert torch.equal(fastload.load(tmp_path / "step_1")["a"], STATE["a"])
+    assert "ZeroDivisionError" in caplog.text
+    assert notes.count("work") > 3
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_observer_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fastload.save(STATE, tmp_path / "step_1")
@@ -215,6 +231,30 @@ def test_a_listener_is_told_of_what_fails(events: list[Event], tmp_path: Path) -
     told = [(event.name, type(event.facts["error"])) for event in events if event.name != "close"]
     names = ["load", "load", "save", "save", "save", "stage", "restore"]
     assert told == [(name, type(error)) for name, error in zip(names, errors, strict=True)]
+
+
+def test_a_listener_is_told_of_redistributions(events: list[Event]) -> None:
+    into = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    reports = [fastload.redistribute(STATE, into) for _ in range(2)]
+    with pytest.raises(fastload.MismatchError):
+        fastload.redistribute(STATE, {"a": torch.zeros(3)})
+    assert [event.name for event in events] == ["redistribute"] * 3
+    assert [event.facts["report"] for event in events[:2]] == reports
+    assert type(events[2].facts["error"]) is fastload.MismatchError
+
+
+def test_a_listener_is_told_of_streams(events: list[Event], tmp_path: Path) -> None:
+    fastload.save(STATE, tmp_path / "a")
+    events.clear()
+    with fastload.open(tmp_path / "a") as checkpoint:
+        assert dict(checkpoint.tensors()).keys() == STATE.keys()
+        (event,) = events
+        assert (event.name, event.facts["report"]) == ("load", checkpoint.report)
+        stream = checkpoint.tensors()
+        next(stream)
+        with pytest.raises(ValueError, match="mine"), stream:
+            raise ValueError("mine")
+    assert [type(event.facts.get("error")) for event in events] == [type(None), ValueError]
 
 
 def test_what_a_listener_raises_fails_no_call(

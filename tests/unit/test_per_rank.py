@@ -434,6 +434,23 @@ def test_shards_are_merged_and_split() -> None:
     ]  # fmt: skip
 
 
+def test_ranges_that_a_slice_has_left_empty_take_nothing_away() -> None:
+    """They may end before they begin."""
+    assert merge([[range(10)[:5]], [range(10)[5:3]], [range(10)[5:]]], 0, 1) == [range(10)]
+
+
+def test_tensors_and_arrays_that_are_the_same_on_all_ranks() -> None:
+    state = np.random.RandomState(3).get_state()
+    values = [{"seed": torch.arange(3), "state": state, "left": [rank]} for rank in range(2)]
+    merged = merge(values, 0, 1)
+    assert torch.equal(merged["seed"], torch.arange(3))
+    assert merged["state"] is state
+    assert merged["left"] == [0, 1]
+    for other in (torch.arange(4), torch.arange(3.0), torch.tensor([0, 1, 5])):
+        with pytest.raises(ValueError, match="only lists may differ"):
+            merge([torch.arange(3), other], 0, 1)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

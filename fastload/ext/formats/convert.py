@@ -141,8 +141,8 @@ def convert(
         if to in ("fastload", "hf"):
             done = fastload.save(parts.state(), dst, metadata=metadata, options=options).to_dict()
         else:
-            write = partial(write_torch_file, progress=show) if to == "torch" else write_dcp_folder
-            done = write(parts, dst, overwrite=overwrite, timeout_s=options.timeout_s)
+            write = write_torch_file if to == "torch" else write_dcp_folder
+            done = write(parts, dst, overwrite=overwrite, timeout_s=options.timeout_s, progress=show)
     companions = _companions(source) if rank == 0 else []
     copied = _copy(source, dst, companions, edited) if to != "torch" else []
     if rank == 0 and as_json:
@@ -342,7 +342,14 @@ def _memory_order(strides: Sequence[int]) -> list[int]:
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
-def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
+def write_dcp_folder(
+    parts: Parts,
+    dst: str,
+    *,
+    overwrite: bool,
+    timeout_s: float,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
     """Saves a directory by ``torch.distributed.checkpoint``; all ranks of the job call it.
 
     The checkpoint exists once its ``.metadata`` does, which DCP writes last. Nothing stays of a save that
@@ -353,6 +360,7 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         dst: A path that all ranks share.
         overwrite: Must be False, since DCP would leave old files next to the new ones.
         timeout_s: Longest wait for other ranks, in seconds.
+        progress: Called with this rank's (bytes of tensors written, bytes to write).
 
     Returns:
         URL and sizes of the checkpoint.
@@ -374,7 +382,8 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     try:
         with warnings.catch_warnings():  # torch's deprecations of its own code
             warnings.simplefilter("ignore")
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
+            writer = dcp.FileSystemWriter(path, overwrite=False)
+            dcp.save(state, storage_writer=writer, planner=_dcp_planner(progress))
     except BaseException as error:
         if rank_in(None) == 0:
             remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
@@ -392,6 +401,30 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
         "nbytes": made.nbytes,
         "num_files": len(made.files),
     }
+
+
+def _dcp_planner(progress: Callable[[int, int], None] | None) -> Any:
+    """Returns a planner of DCP that tells how many bytes of tensors this rank has written."""
+    from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    def nbytes_of(item: WriteItem) -> int:
+        data = item.tensor_data
+        return data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
+
+    class Planner(DefaultSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            plan = super().finish_plan(new_plan)
+            self.done, self.total = 0, sum(map(nbytes_of, plan.items))
+            return plan
+
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            self.done += nbytes_of(write_item)
+            if progress is not None:
+                progress(self.done, self.total)
+            return super().resolve_data(write_item)
+
+    return Planner()
 
 
 def _companions(src: str) -> list[str]:

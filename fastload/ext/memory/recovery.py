@@ -18,6 +18,7 @@ from fastload.errors import (
     IncompleteCheckpoint,
     OptionError,
     PeerError,
+    StorageError,
     WorldError,
     proves_damage,
     some_of,
@@ -278,7 +279,7 @@ def _write(folder: JobFolder, checkpoint: InMemoryCheckpoint, catalog: Catalog, 
         _flush(folder, checkpoint, catalog, options, {})
         return
     except FastloadError as error:
-        if not _shows_damage(error):
+        if not _blames_copies(error, checkpoint):
             raise
         _log.warning("step %d in memory: a copy is damaged, trying another one: %s", checkpoint.step, error)
     damage = find_damage(None, folder, checkpoint, LoadOptions(timeout_s=options.timeout_s))
@@ -297,7 +298,10 @@ def _flush(
         flush(world, folder, checkpoint, partial(catalog.target, checkpoint.step), options, damage)
 
 
-def _shows_damage(error: BaseException) -> bool:
-    """Whether some rank has found damage."""
+def _blames_copies(error: BaseException, checkpoint: InMemoryCheckpoint) -> bool:
+    """Whether some rank has found damage, or could not read its host's copy."""
     causes = error.failures.values() if isinstance(error, PeerError) else [error]
-    return any(map(proves_damage, causes))
+    return any(
+        proves_damage(cause) or (isinstance(cause, StorageError) and checkpoint.name in cause.url)
+        for cause in causes
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.observers import register_listener, register_observer
@@ -11,6 +12,7 @@ from fastload.options import parse_bool
 
 _log = logging.getLogger(__name__)
 
+_switching = threading.Lock()
 _is_on = False
 
 
@@ -30,18 +32,21 @@ def enable(*, each_rank: bool = False) -> None:
         OptionError: ``opentelemetry-api`` is not installed.
     """
     global _is_on
-    if _is_on:
-        return
-    try:
-        from fastload.ext.metrics.instruments import Meter
-        from fastload.ext.metrics.spans import SpanObserver
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("opentelemetry"):
-            raise
-        raise OptionError("metrics need opentelemetry-api: pip install 'fastload-torch[metrics]'") from None
-    _is_on = True
-    register_listener(Meter(each_rank=each_rank).record)
-    register_observer(lambda world: SpanObserver(world.rank) if each_rank or world.rank == 0 else None)
+    with _switching:
+        if _is_on:
+            return
+        try:
+            from fastload.ext.metrics.instruments import Meter
+            from fastload.ext.metrics.spans import SpanObserver
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith("opentelemetry"):
+                raise
+            raise OptionError(
+                "metrics need opentelemetry-api: pip install 'fastload-torch[metrics]'"
+            ) from None
+        register_listener(Meter(each_rank=each_rank).record)
+        register_observer(lambda world: SpanObserver(world.rank) if each_rank or world.rank == 0 else None)
+        _is_on = True
 
 
 def switch_on(text: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from fastload.base.version import __version__
 from fastload.comm.observers import Event
-from fastload.report import LoadReport, SaveReport
+from fastload.report import LoadReport, ReadReport, SaveReport
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _BYTES = tuple(10.0**power for power in range(6, 15))
@@ -26,6 +25,8 @@ HISTOGRAMS = {
     "fastload.save.stall.duration": ("s", SECONDS, "Time that training waited for a save, and those before."),
     "fastload.save.size": ("By", _BYTES, "Bytes of a saved checkpoint."),
     "fastload.restore.duration": ("s", SECONDS, "Time of a restore, with the search for the newest."),
+    "fastload.redistribute.duration": ("s", SECONDS, "Time of a redistribution."),
+    "fastload.redistribute.size": ("By", _BYTES, "Bytes of the redistributed tensors, each counted once."),
     "fastload.stage.duration": ("s", SECONDS, "Time of a staging, until every host has its copy."),
     "fastload.stage.size": ("By", _BYTES, "Bytes of a staged checkpoint."),
     "fastload.stage.read_amplification": ("1", _TIMES, "Bytes that a staging read over its size."),
@@ -84,11 +85,11 @@ class Meter:
         report, error = facts.get("report"), facts.get("error")
         self._training.note(event, attributes)
         if error is not None:
-            if event.name in ("load", "save", "restore", "stage"):
+            if f"fastload.{event.name}.duration" in self._histograms:
                 self._measure(f"{event.name}.duration", event.seconds, attributes)
         elif isinstance(report, SaveReport):
             self._record_save(report, event, attributes)
-        elif report is not None:
+        elif isinstance(report, ReadReport):
             self._record_reads(report, event, attributes)
         elif event.name == "restore":
             self._measure("restore.duration", event.seconds, attributes)
@@ -102,7 +103,8 @@ class Meter:
         if isinstance(report, LoadReport):
             attributes["fastload.strategy"] = report.strategy
         tier = getattr(report, "tier", None) or getattr(report, "source", None)
-        if tier := tier or facts.get("tier") or facts.get("source"):
+        tier = tier or facts.get("tier") or facts.get("source")
+        if tier and event.name != "redistribute":
             attributes["fastload.tier"] = tier
         return attributes
 
@@ -113,17 +115,19 @@ class Meter:
         self._measure("save.stall.duration", own.stall_s if each else report.stall_s, attributes)
         self._measure("save.size", own.bytes_written if each else report.nbytes, attributes)
 
-    def _record_reads(self, report: Any, event: Event, attributes: Attributes) -> None:
-        """Records a load or a staging, whose report is of another extension."""
+    def _record_reads(self, report: ReadReport, event: Event, attributes: Attributes) -> None:
+        """Records a load, a staging or a redistribution."""
         ranks = report.ranks[event.rank : event.rank + 1] if self._each_rank else report.ranks
         name = event.name
         self._measure(f"{name}.duration", max(own.total_s for own in ranks), attributes)
+        if event.rank == 0:  # of all ranks
+            self._measure(f"{name}.size", report.num_bytes(), attributes)
+        if name == "redistribute":
+            return
         self._count(f"{name}.io", sum(own.bytes_read for own in ranks), attributes)
         self._count(f"{name}.supplied", sum(own.bytes_supplied for own in ranks), attributes)
         self._count(f"{name}.retries", sum(own.retries for own in ranks), attributes)
-        if event.rank == 0:  # of all ranks
-            nbytes = report.bytes_wanted if isinstance(report, LoadReport) else report.nbytes
-            self._measure(f"{name}.size", nbytes, attributes)
+        if event.rank == 0:
             self._measure(f"{name}.read_amplification", report.read_amplification, attributes)
 
     def _measure(self, name: str, value: float, attributes: Attributes) -> None:
@@ -138,6 +142,7 @@ class _Training:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._num_open = 0  # managers
         self._taken = 0.0
         self._opened = 0.0
         self._waited_s = 0.0
@@ -149,11 +154,13 @@ class _Training:
         report = event.facts.get("report")
         with self._lock:
             if event.name == "manage":
-                self._opened = self._taken = now
-                self._waited_s = 0.0
-                self._attributes = dict(attributes)
+                self._num_open += 1
+                if self._num_open == 1:
+                    self._opened = self._taken = now
+                    self._waited_s = 0.0
+                    self._attributes = dict(attributes)
             elif event.name == "close":
-                self._opened = 0.0
+                self._num_open = max(0, self._num_open - 1)
             elif event.name == "restore" and "error" not in event.facts:
                 self._taken = now
                 self._waited_s += event.seconds
@@ -165,12 +172,12 @@ class _Training:
     def age(self, options: CallbackOptions) -> Iterable[Observation]:
         """Seconds of work that would be lost; nothing without a manager."""
         with self._lock:
-            if self._opened:
+            if self._num_open:
                 yield Observation(time.monotonic() - self._taken, self._attributes)
 
     def goodput(self, options: CallbackOptions) -> Iterable[Observation]:
         """Part of the time since the manager opened; nothing without one."""
         with self._lock:
-            if self._opened:
+            if self._num_open:
                 passed_s = max(time.monotonic() - self._opened, 1e-9)
                 yield Observation(max(0.0, 1 - self._waited_s / passed_s), self._attributes)

@@ -41,7 +41,7 @@ class _Phase:
 class SpanObserver:
     """Makes the spans of a call once it has ended: an `Observer`.
 
-    The thread that makes the call has the span of the caller; helper threads do not, so it is kept.
+    The thread that makes the call has the context of the caller; helper threads have none, so it is kept.
 
     Args:
         rank: This rank.
@@ -60,8 +60,9 @@ class SpanObserver:
 
     def follow(self, watches: Mapping[str, Stopwatch]) -> None:
         """Notes when the work of each phase begins and ends."""
-        if threading.get_ident() == self._thread:  # a load of a checkpoint that was opened before
-            self._caller = get_current()
+        current = get_current()
+        if current or threading.get_ident() == self._thread:  # a load of a checkpoint that was opened before
+            self._caller = current
         for name, watch in watches.items():
             watch.listeners += (self._phases.setdefault(name, _Phase()).note,)
 

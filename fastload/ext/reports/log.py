@@ -30,6 +30,8 @@ def _line(event: Event) -> str:
         step = f"step {report.step}" if report.step is not None else report.url
         moved = _moved(report.nbytes, report.total_s)
         return f"saved {step} to {report.tier}: {moved}; training waited {report.stall_s:.2f} s"
+    if isinstance(report, LoadReport) and event.name == "redistribute":
+        return f"redistributed {_moved(report.bytes_wanted, report.total_s)}; {report.transport}"
     if isinstance(report, LoadReport):
         return (
             f"loaded {report.url} from {report.source}: {_moved(report.bytes_wanted, report.total_s)};"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastload.report import Report
+from fastload.report import ReadReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StageRankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageReport(Report):
+class StageReport(ReadReport):
     """The report of staging a checkpoint over all ranks; the same on every rank.
 
     Attributes:
@@ -78,21 +78,6 @@ class StageReport(Report):
     ranks: Sequence[StageRankReport] = field(default_factory=tuple)
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes read from the source, over all ranks, without the headers."""
-        return sum(rank.bytes_read for rank in self.ranks)
-
-    @property
-    def bytes_supplied(self) -> int:
-        """Bytes from `StageOptions.sources` in place of the source, over all ranks."""
-        return sum(rank.bytes_supplied for rank in self.ranks)
-
-    @property
     def bytes_written(self) -> int:
         """Bytes written, over all hosts."""
         return sum(rank.bytes_written for rank in self.ranks)
-
-    @property
-    def read_amplification(self) -> float:
-        """Bytes read over bytes of the checkpoint; at most 1.0, unless reads were repeated."""
-        return self.bytes_read / self.nbytes if self.nbytes else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from array import array
 from collections import deque
@@ -20,6 +21,7 @@ from fastload.base.devices import follow, is_accelerator, record_use, synchroniz
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.threads import Task, raise_first
 from fastload.base.tracebacks import short_tracebacks
+from fastload.comm.observers import notify, notifying_of_failure
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -243,6 +245,7 @@ class StreamTransfer:
         self._world = job.matched.opened.world
         self._job = job
         self._stream_buffer = job.writer
+        self._began, self._source = time.perf_counter(), job.matched.opened.access.source
         self._tensors = self._hand_out()
         self._departure = Departure(self._world, ahead=job.pipeline.plan.depth)
         self._rest: Task | None = None
@@ -306,7 +309,10 @@ class StreamTransfer:
                     errors.insert(0, self._cause)
                 job = self._job
                 streamed = _Streamed(job.matched, job.bytes_wanted, job.writer, job.pipeline, errors)
-                self._session.run(streamed)
+                with notifying_of_failure(self._world, "load", self._began, tier=self._source):
+                    loaded = self._session.run(streamed)
+                if loaded is not None:
+                    notify(self._world, "load", self._began, report=loaded.report)
         finally:
             self._is_over = True
             self._stream_buffer.close()
