@@ -56,6 +56,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     "prune": {  # likewise
         "memory": "fastload.ext.memory.command:prune",
     },
+    "snapshots": {  # other ones than those that training waits for
+        "overlap": "fastload.ext.overlap:OverlappedSnapshot",
+    },
     "sources": {  # of the bytes of a checkpoint, next to its storage
         "peers": "fastload.ext.serve.peers:peers",
     },

@@ -367,7 +367,7 @@ def compare_on_devices(
         call: This rank's call.
         state: The state.
         agreed: The agreement of the ranks.
-        overlaps: Whether the caller's streams go on meanwhile, as with an `OverlappedSnapshot`. They wait
+        overlaps: Whether the caller's streams go on meanwhile, as with ``snapshot="overlap"``. They wait
             only for tensors whose changes torch does not count.
 
     Returns:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,7 @@ from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions
 from fastload.storage import (
     PatientStorage,
+    folders,
     locate,
     name_of,
     open_patiently,
@@ -50,7 +52,7 @@ from fastload.storage import (
     put_next_to,
     single_file,
 )
-from fastload.storage.folders import remove_files, write_all
+from fastload.storage.folders import write_all
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -377,7 +379,7 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
     except BaseException as error:
         if rank_in(None) == 0:
-            remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
+            _remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
         if not isinstance(error, dcp.CheckpointException):
             raise
         failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
@@ -604,3 +606,12 @@ def _write_rest(
             nbytes = max(nbytes, offset + len(content))
     single_file.publish(name, path, overwrite=overwrite)
     return nbytes
+
+
+def _remove_files(path: str, is_own: Callable[[str], bool]) -> None:
+    """Deletes files of a directory by their names, and the directory if it has no others; never raises."""
+    with suppress(OSError):
+        with folders.closing(folders.open_folder(os.path.realpath(path))) as folder:
+            for name in filter(is_own, folders.names(folder)):
+                os.unlink(name, dir_fd=folder)
+        os.rmdir(path)
