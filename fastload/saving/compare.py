@@ -271,7 +271,7 @@ def _values(spec: TensorSpec, data: bytes) -> str:
     return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
 
 
-class PendingDigests(Protocol):
+class ReplicaDigests(Protocol):
     """Digests of the bits of ranges of shards, 64 bits each, which are computed where the tensors are."""
 
     def hold_caller(self) -> None:
@@ -287,7 +287,7 @@ class PendingDigests(Protocol):
         ...
 
 
-def begin_digests(reader: StateReader, ranges: Sequence[ShardRange], *, num_first: int = 0) -> PendingDigests:
+def begin_digests(reader: StateReader, ranges: Sequence[ShardRange], *, num_first: int = 0) -> ReplicaDigests:
     """Begins to digest ranges of shards; equal bits have equal digests, whatever the device.
 
     Args:
@@ -300,7 +300,7 @@ def begin_digests(reader: StateReader, ranges: Sequence[ShardRange], *, num_firs
         OptionError: The extension is not installed.
     """
     begin = extension("digests", "devices", "comparing replicas on accelerators")
-    pending: PendingDigests = begin(reader, ranges, num_first=num_first)
+    pending: ReplicaDigests = begin(reader, ranges, num_first=num_first)
     return pending
 
 
@@ -505,10 +505,10 @@ class DeviceComparison:
     layout: Layout
     shard_map: ShardMap
     numbers: Sequence[int] = ()
-    pending: PendingDigests | None = None
+    pending: ReplicaDigests | None = None
 
     def hold_caller(self) -> None:
-        """See `PendingDigests.hold_caller`."""
+        """See `ReplicaDigests.hold_caller`."""
         if self.pending is not None:
             self.pending.hold_caller()
 

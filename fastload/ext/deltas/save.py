@@ -73,8 +73,6 @@ _WHAT_TO_SAVE = (
     "bfloat16 weights do (docs/recipes/refresh.md). This warning comes once for each folder."
 )
 
-_MAX_LINKS = 40  # as the kernel follows
-
 _warned: set[str] = set()
 """Folders of checkpoints in which a delta was nearly as large as a complete checkpoint."""
 
@@ -176,7 +174,7 @@ def locate_base(path: str | os.PathLike[str]) -> Location:
     The link may lead elsewhere by the time of a load.
     """
     found = locate(path)
-    return found if found.scheme else locate(_resolve_sibling(found.address))
+    return found if found.scheme else locate(folders.resolve_sibling(found.address))
 
 
 def base_name(base: Location, location: Location) -> str:
@@ -725,17 +723,3 @@ def _stored_tensors(layout: Layout, number: int, rows: Sequence[_Row]) -> list[_
         )
         for ending, dtype, nbytes, firsts in kinds
     ]
-
-
-def _resolve_sibling(path: str) -> str:
-    """Follows a link to a directory next to it, such as ``latest``; returns the path of that directory."""
-    for _ in range(_MAX_LINKS):
-        folder, name = os.path.split(path.rstrip("/"))
-        if not os.path.islink(os.path.join(folder, name)):
-            break
-        target = os.path.join(folder, os.readlink(os.path.join(folder, name)))
-        parent, own = os.path.split(target.rstrip("/"))
-        if own in (".", "..") or os.path.realpath(parent) != os.path.realpath(folder):
-            break
-        path = os.path.join(folder, own)
-    return path

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +42,6 @@ from fastload.loading.targets import parse_dtype, target_dtype
 from fastload.options import LoadOptions, SaveOptions
 from fastload.storage import (
     PatientStorage,
-    folders,
     locate,
     name_of,
     open_patiently,
@@ -52,7 +50,7 @@ from fastload.storage import (
     put_next_to,
     single_file,
 )
-from fastload.storage.folders import write_all
+from fastload.storage.folders import remove_files, write_all
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -379,7 +377,7 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
     except BaseException as error:
         if rank_in(None) == 0:
-            _remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
+            remove_files(path, lambda name: name.startswith(".metadata") or name.endswith(".distcp"))
         if not isinstance(error, dcp.CheckpointException):
             raise
         failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
@@ -606,12 +604,3 @@ def _write_rest(
             nbytes = max(nbytes, offset + len(content))
     single_file.publish(name, path, overwrite=overwrite)
     return nbytes
-
-
-def _remove_files(path: str, is_own: Callable[[str], bool]) -> None:
-    """Deletes files of a directory by their names, and the directory if it has no others; never raises."""
-    with suppress(OSError):
-        with folders.closing(folders.open_folder(os.path.realpath(path))) as folder:
-            for name in filter(is_own, folders.names(folder)):
-                os.unlink(name, dir_fd=folder)
-        os.rmdir(path)
