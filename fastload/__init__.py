@@ -33,7 +33,6 @@ from fastload.errors import (
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.state import PerRank
 from fastload.geometry.box import Box
-from fastload.geometry.hand_cut import Shard
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions
 from fastload.report import (
@@ -48,6 +47,7 @@ from fastload.storage import FileStat, Folder, Storage, WritableStorage, registe
 if TYPE_CHECKING:
     from fastload import estimate, policies
     from fastload.ext.checksums.api import seal
+    from fastload.ext.hand_cut import Shard
     from fastload.ext.random_state import random_state
     from fastload.ext.redistribute import redistribute
     from fastload.ext.serve.api import Server, serve
@@ -135,6 +135,7 @@ _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.background",
     "Server": "fastload.ext.serve.api",
+    "Shard": "fastload.ext.hand_cut",
     "StageOptions": "fastload.ext.staging.options",
     "StageRankReport": "fastload.ext.staging.report",
     "StageReport": "fastload.ext.staging.report",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +26,6 @@ DASHED = (0, (5, 3))
 _RANK, _AS_JSON = "fastload.rank", "fastload.as_json"  # in click's `Context.meta`
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, on rank 0.")
-csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes no parameter
@@ -167,13 +164,6 @@ def print_json(fields: Mapping[str, Any], error: FastloadError | None = None) ->
     """Prints the JSON object of a command on one line, with the error of the command, if any."""
     click.echo(json.dumps({**fields, **(_error_as_json(error, str(error)) if error else {})}))
     click.get_current_context().meta[_AS_JSON] = False
-
-
-def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows with equal columns."""
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
 
 
 def stdout() -> Console:

@@ -23,6 +23,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "stage": "fastload.ext.staging.command:stage",
         "timeline": "fastload.ext.traces.timeline:timeline",
     },
+    "digests": {  # of replicas on accelerators, to compare them
+        "devices": "fastload.ext.device_digests:PendingDigests",
+    },
     "formats": {
         "deepspeed": "fastload.ext.formats.deepspeed",
         "torch_checkpointing": "fastload.ext.formats.torch_checkpointing",
@@ -52,6 +55,9 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
     },
     "prune": {  # likewise
         "memory": "fastload.ext.memory.command:prune",
+    },
+    "snapshots": {  # other ones than those that training waits for
+        "overlap": "fastload.ext.overlap:OverlappedSnapshot",
     },
     "sources": {  # of the bytes of a checkpoint, next to its storage
         "peers": "fastload.ext.serve.peers:peers",

@@ -33,8 +33,7 @@ from fastload.formats.values import (
     tensor_name,
 )
 from fastload.geometry.box import dense_strides, row_major
-from fastload.geometry.dtensors import is_dtensor, is_sharded, local_of, with_local
-from fastload.geometry.hand_cut import Shard
+from fastload.geometry.dtensors import BoxedTensor, is_dtensor, is_sharded, local_of, with_local
 
 _RESERVED = "__metadata__"  # has another meaning in a safetensors header
 _MAX_SHORT_TEXT = 100  # about the cost of a tensor in header and structure
@@ -304,7 +303,7 @@ class StateEncoder:
     # Tensors
 
     def _tensor(self, tensor: Tensor, name: str) -> Any:
-        if type(tensor) is Shard:
+        if isinstance(tensor, BoxedTensor):
             return self._shard(tensor, name)
         local = local_of(tensor)
         if type(local) not in (Tensor, Parameter):
@@ -325,7 +324,7 @@ class StateEncoder:
             return self._leaf(real, local, name, kind, "complex128")
         return self._leaf(plain, local, name, kind, None)
 
-    def _shard(self, shard: Shard, name: str) -> Any:
+    def _shard(self, shard: BoxedTensor, name: str) -> Any:
         for _, tensor in shard.boxes:
             if (why := _why_not_stored(tensor, tensor)) is not None:
                 return self._refuse(f"a fastload.Shard of {shard.dtype}", why)
@@ -456,7 +455,7 @@ def _address(local: Tensor) -> int:
 
     Shards are tied if they are one object: the same memory may be in two boxes.
     """
-    if type(local) is Shard:
+    if isinstance(local, BoxedTensor):
         return id(local)
     return local.data_ptr() or local.untyped_storage()._cdata
 

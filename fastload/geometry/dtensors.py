@@ -1,4 +1,4 @@
-"""The boxes of a tensor on each rank: of a DTensor by its placements, of a `Shard` as it says."""
+"""The boxes of a tensor on each rank: of a DTensor by its placements, of a `BoxedTensor` as it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import xxhash
 from torch import Tensor, nn
 
 from fastload.geometry.box import Box
-from fastload.geometry.hand_cut import Shard
 from fastload.geometry.shards import BY_HAND, local_shape, shard_boxes, shard_intervals
 
 BoxesByRank = tuple[tuple[tuple[Box, ...], tuple[int, ...]], ...]
@@ -25,14 +24,28 @@ BoxesByRank = tuple[tuple[tuple[Box, ...], tuple[int, ...]], ...]
 _PLAIN = (Tensor, nn.Parameter)
 
 
+class BoxedTensor(Tensor):
+    """A tensor that stands for a complete one, and has memory for boxes of it, such as a `fastload.Shard`.
+
+    Attributes:
+        boxes: The boxes, each with its tensor, as `Checkpoint.read` takes them.
+    """
+
+    boxes: Sequence[tuple[Box, Tensor]]
+
+    def as_real(self) -> BoxedTensor:
+        """Views complex numbers as pairs, with a dimension more."""
+        raise NotImplementedError
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is torch's DTensor; imports nothing to find out."""
     return type(tensor) not in _PLAIN and _is_dtensor_type(type(tensor))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor stands for one that several ranks hold: a DTensor or a `Shard`."""
-    return type(tensor) not in _PLAIN and (type(tensor) is Shard or _is_dtensor_type(type(tensor)))
+    """Whether a tensor stands for one that several ranks hold: a DTensor or a `BoxedTensor`."""
+    return type(tensor) not in _PLAIN and (isinstance(tensor, BoxedTensor) or _is_dtensor_type(type(tensor)))
 
 
 @lru_cache(maxsize=64)  # called several times for each tensor
@@ -55,7 +68,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def mesh_of(tensor: Any) -> str:
     """Returns a text for the mesh of a DTensor, the same for equal meshes; empty for a plain tensor."""
-    if type(tensor) is Shard:
+    if isinstance(tensor, BoxedTensor):
         return BY_HAND
     return _order_of(tensor.device_mesh).text if is_dtensor(tensor) else ""
 
@@ -65,7 +78,7 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
 
     A plain tensor has one box, the complete tensor, even if it is empty.
     """
-    if type(tensor) is Shard:
+    if isinstance(tensor, BoxedTensor):
         return [(box, part) for box, part in tensor.boxes if box.numel]
     if not is_dtensor(tensor):
         return [(Box.whole(tensor.shape), tensor)]
@@ -228,7 +241,7 @@ class DTensorRanks:
 
     def boxes_of_all(self, tensor: Any) -> BoxesByRank | None:
         """Returns the boxes of a sharded tensor on all ranks; None if only those ranks know them."""
-        if type(tensor) is Shard:
+        if isinstance(tensor, BoxedTensor):
             return None
         return _boxes_of_all(_order_of(tensor.device_mesh), tensor.shape, tensor.placements, self._members)
 

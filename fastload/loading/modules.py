@@ -89,41 +89,50 @@ def reshard(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return
-    for part in module.modules():
-        if isinstance(part, fsdp.FSDPModule):
-            part.reshard()
-        for hook in part._state_dict_pre_hooks.values():  # of a part of a larger module
+    for submodule in module.modules():
+        if isinstance(submodule, fsdp.FSDPModule):
+            submodule.reshard()
+        for hook in submodule._state_dict_pre_hooks.values():  # of a part of a larger module
             if _is_of_fsdp2(hook):
-                hook(part, "", False)
+                hook(submodule, "", False)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
     """Yields parameters and persistent buffers by their names, tied ones by each name."""
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, leaf in _tensors_of(part):
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        for name, leaf in _tensors_of(submodule):
             yield f"{prefix}.{name}" if prefix else name, leaf
 
 
 def extra_names(module: nn.Module) -> list[str]:
     """Returns the names of the extra states that the module sets."""
     parts = module.named_modules(remove_duplicate=False)
-    return [f"{prefix}.{_EXTRA}" if prefix else _EXTRA for prefix, part in parts if _takes_extra(part)]
+    return [
+        f"{prefix}.{_EXTRA}" if prefix else _EXTRA for prefix, submodule in parts if _takes_extra(submodule)
+    ]
 
 
 def needs_call(module: nn.Module) -> bool:
     """Whether `load_state_dict` does more than copying tensors."""
-    return _is_opaque(module) or any(_may_fill(part) or _needs_fsdp_hook(part) for part in module.modules())
+    return _is_opaque(module) or any(
+        _may_fill(submodule) or _needs_fsdp_hook(submodule) for submodule in module.modules()
+    )
 
 
-def _may_fill(part: nn.Module) -> bool:
+def _may_fill(submodule: nn.Module) -> bool:
     """Whether code of a part may fill it, or its children, during `load_state_dict`."""
-    own = type(part).load_state_dict is not nn.Module.load_state_dict
-    return own or _takes_extra(part) or _has_hooks(part._load_state_dict_post_hooks) or _is_custom(part)
+    own = type(submodule).load_state_dict is not nn.Module.load_state_dict
+    return (
+        own
+        or _takes_extra(submodule)
+        or _has_hooks(submodule._load_state_dict_post_hooks)
+        or _is_custom(submodule)
+    )
 
 
-def _needs_fsdp_hook(part: nn.Module) -> bool:
+def _needs_fsdp_hook(submodule: nn.Module) -> bool:
     """Whether the hook of FSDP2 has to run, since meta parameters are replaced."""
-    parameters = part._parameters.values() if part._load_state_dict_post_hooks else ()
+    parameters = submodule._parameters.values() if submodule._load_state_dict_post_hooks else ()
     return any(parameter is not None and parameter.is_meta for parameter in parameters)
 
 
@@ -221,13 +230,13 @@ class _Rehearsal:
         self.errors: list[str] = []
         self._metadata = metadata
 
-    def visit(self, part: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+    def visit(self, submodule: nn.Module, prefix: str, state: dict[str, Any]) -> None:
         """Visits a part of the module with its part of the state."""
-        if _is_custom(part):
+        if _is_custom(submodule):
             missing: list[str] = []
             unexpected: list[str] = []
             own_metadata = dict(self._metadata.get(prefix[:-1], {}))
-            double = _stand_in_of(part)
+            double = _stand_in_of(submodule)
             before = _shapes_of(double)
             double._load_from_state_dict(state, prefix, own_metadata, True, missing, unexpected, self.errors)
             if _shapes_of(double) != before:
@@ -235,19 +244,19 @@ class _Rehearsal:
             self.missing += missing
             self.unexpected |= {name: state.get(name) for name in unexpected}
         below: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        here = {prefix + name for name, _ in _tensors_of(part)}
-        extra = {prefix + _EXTRA} if _takes_extra(part) else set()
+        here = {prefix + name for name, _ in _tensors_of(submodule)}
+        extra = {prefix + _EXTRA} if _takes_extra(submodule) else set()
         for name, value in state.items():
             head, dot, _ = name.removeprefix(prefix).partition(".")
             if name in here:
                 self.given[name] = value
-            elif dot and part._modules.get(head) is not None:
+            elif dot and submodule._modules.get(head) is not None:
                 below[head][name] = value
-            elif name not in extra and not _is_custom(part):
+            elif name not in extra and not _is_custom(submodule):
                 self.unexpected[name] = value
-        if not _is_custom(part):
+        if not _is_custom(submodule):
             self.missing += sorted((here | extra) - state.keys())
-        for head, child in part._modules.items():
+        for head, child in submodule._modules.items():
             if child is not None:
                 self.visit(child, f"{prefix}{head}.", below[head])
 
@@ -260,7 +269,9 @@ def _restored(module: nn.Module) -> Iterator[None]:
         RuntimeError: Hooks have changed the module.
     """
     members = [
-        (getattr(part, kind), copy(getattr(part, kind))) for part in module.modules() for kind in _MEMBERS
+        (getattr(submodule, kind), copy(getattr(submodule, kind)))
+        for submodule in module.modules()
+        for kind in _MEMBERS
     ]
     try:
         yield
@@ -278,24 +289,25 @@ def _ids_of(members: Any) -> Any:
     return {name: id(value) for name, value in members.items()} if isinstance(members, Mapping) else members
 
 
-def _shapes_of(part: nn.Module) -> dict[str, Any]:
+def _shapes_of(submodule: nn.Module) -> dict[str, Any]:
     """Returns shapes and dtypes of the parameters and buffers."""
-    tensors = {**part._parameters, **part._buffers}
+    tensors = {**submodule._parameters, **submodule._buffers}
     return {
         name: tensor if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
     }
 
 
-def _stand_in_of(part: nn.Module) -> Any:
+def _stand_in_of(submodule: nn.Module) -> Any:
     """Returns a module of the same type and attributes, whose tensors have no data."""
-    double = object.__new__(type(part))
-    double.__dict__ = dict(part.__dict__)
+    double = object.__new__(type(submodule))
+    double.__dict__ = dict(submodule.__dict__)
     double.__dict__["_parameters"] = {
         name: tensor if tensor is None else nn.Parameter(_without_data(tensor), requires_grad=False)
-        for name, tensor in part._parameters.items()
+        for name, tensor in submodule._parameters.items()
     }
     double.__dict__["_buffers"] = {
-        name: tensor if tensor is None else _without_data(tensor) for name, tensor in part._buffers.items()
+        name: tensor if tensor is None else _without_data(tensor)
+        for name, tensor in submodule._buffers.items()
     }
     double.__dict__["set_extra_state"] = lambda state: None
     return double
@@ -305,23 +317,23 @@ def _without_data(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _tensors_of(part: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
-    for name, parameter in part._parameters.items():
+def _tensors_of(submodule: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
+    for name, parameter in submodule._parameters.items():
         if parameter is not None:
-            yield name, TensorSlot(parameter, part._parameters, name)
-    for name, buffer in part._buffers.items():
-        if buffer is not None and name not in part._non_persistent_buffers_set:
-            yield name, TensorSlot(buffer, part._buffers, name)
+            yield name, TensorSlot(parameter, submodule._parameters, name)
+    for name, buffer in submodule._buffers.items():
+        if buffer is not None and name not in submodule._non_persistent_buffers_set:
+            yield name, TensorSlot(buffer, submodule._buffers, name)
 
 
-def _takes_extra(part: nn.Module) -> bool:
-    return type(part).set_extra_state is not nn.Module.set_extra_state
+def _takes_extra(submodule: nn.Module) -> bool:
+    return type(submodule).set_extra_state is not nn.Module.set_extra_state
 
 
-def _is_custom(part: nn.Module) -> bool:
+def _is_custom(submodule: nn.Module) -> bool:
     """Whether code of the part may change a saved state before it is copied."""
-    own = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own or _has_hooks(part._load_state_dict_pre_hooks)
+    own = type(submodule)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own or _has_hooks(submodule._load_state_dict_pre_hooks)
 
 
 def _has_hooks(hooks: Mapping[int, Any]) -> bool:
@@ -336,24 +348,28 @@ def _is_of_fsdp2(hook: Any) -> bool:
 def _is_opaque(module: nn.Module) -> bool:
     """Whether the effect of `load_state_dict` is unknown before the data are read."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
-        _is_of_fsdp1(part)
+        _is_of_fsdp1(submodule)
         or any(
             tensor is not None and is_lazy(tensor)
-            for tensor in (*part._parameters.values(), *part._buffers.values())
+            for tensor in (*submodule._parameters.values(), *submodule._buffers.values())
         )
-        for part in module.modules()
+        for submodule in module.modules()
     )
 
 
-def _is_of_fsdp1(part: nn.Module) -> bool:
+def _is_of_fsdp1(submodule: nn.Module) -> bool:
     """Whether FSDP1 has sharded a part: its hooks gather the parameters, and shard what was loaded."""
-    hooks = (getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values())
+    hooks = (getattr(hook, "hook", hook) for hook in submodule._load_state_dict_pre_hooks.values())
     return any(getattr(hook, "__module__", "") == _FSDP1 for hook in hooks)
 
 
 def _wrong_state_dict_types(module: nn.Module) -> Iterator[str]:
     """Yields why the parts that FSDP1 has sharded take no complete tensors."""
-    types = (getattr(part, "_state_dict_type", None) for part in module.modules() if _is_of_fsdp1(part))
+    types = (
+        getattr(submodule, "_state_dict_type", None)
+        for submodule in module.modules()
+        if _is_of_fsdp1(submodule)
+    )
     kinds = {kind.name for kind in types if kind is not None} - {"FULL_STATE_DICT"}
     for kind in sorted(kinds):
         yield (
@@ -362,12 +378,12 @@ def _wrong_state_dict_types(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, TensorSlot, bool]]:
-    is_possible = is_possible or _may_fill(part)
-    for name in sorted(part._non_persistent_buffers_set):
-        buffer = part._buffers.get(name)
+def _unsaved(submodule: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, TensorSlot, bool]]:
+    is_possible = is_possible or _may_fill(submodule)
+    for name in sorted(submodule._non_persistent_buffers_set):
+        buffer = submodule._buffers.get(name)
         if buffer is not None:
-            yield prefix + name, TensorSlot(buffer, part._buffers, name), is_possible
-    for name, child in part._modules.items():
+            yield prefix + name, TensorSlot(buffer, submodule._buffers, name), is_possible
+    for name, child in submodule._modules.items():
         if child is not None:
             yield from _unsaved(child, f"{prefix}{name}.", is_possible)

@@ -29,8 +29,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
-from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_parts, narrowed
-from fastload.geometry.hand_cut import Shard
+from fastload.geometry.dtensors import BoxedTensor, empty_like, is_dtensor, local_of, local_parts, narrowed
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.aliases import (
     Alias,
@@ -658,7 +657,7 @@ def identity(tensor: Tensor) -> object:
         local = local_of(tensor)
         address = local.untyped_storage()._cdata, local.storage_offset()
         return (*address, tuple(local.shape), local.stride(), tuple(tensor.shape))
-    is_plain = type(tensor) is not Shard and not hasattr(tensor, "__tensor_flatten__")
+    is_plain = not isinstance(tensor, BoxedTensor) and not hasattr(tensor, "__tensor_flatten__")
     if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or not is_plain:
         return id(tensor)
     return (

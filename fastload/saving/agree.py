@@ -34,13 +34,13 @@ from fastload.saving.compare import (
     DeviceComparison,
     ShardDigests,
     StateContent,
+    begin_digests,
     differing_groups,
     digest_by_holders,
     find_differences,
     require_same_content,
     small_tensors,
 )
-from fastload.saving.device_digests import PendingDigests
 from fastload.saving.layout import Layout, TensorSpec, lay_out_files
 from fastload.saving.merge import (
     NOTHING_SAVED,
@@ -367,7 +367,7 @@ def compare_on_devices(
         call: This rank's call.
         state: The state.
         agreed: The agreement of the ranks.
-        overlaps: Whether the caller's streams go on meanwhile, as with an `OverlappedSnapshot`. They wait
+        overlaps: Whether the caller's streams go on meanwhile, as with ``snapshot="overlap"``. They wait
             only for tensors whose changes torch does not count.
 
     Returns:
@@ -382,9 +382,10 @@ def compare_on_devices(
         first = {at for at, each in ranges.items() if overlaps and not reader.versions(each.tensor)}
         order = sorted(ranges, key=lambda at: at not in first)
         try:
-            pending = PendingDigests(reader, [ranges[at] for at in order], num_first=len(first))
+            pending = begin_digests(reader, [ranges[at] for at in order], num_first=len(first))
             comparison = replace(comparison, numbers=order, pending=pending)
-        except (MemoryError, RuntimeError) as error:  # a full device, or one without 64-bit integers
+        except (MemoryError, OptionError, RuntimeError) as error:
+            # A full device, one without 64-bit integers, or no extension.
             _log.warning("%s: replicas on accelerators are not compared: %s", call.what, error)
     return replace(state, on_devices=comparison)
 

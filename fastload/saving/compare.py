@@ -13,20 +13,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
 from fastload.base.memory import allocate_staging, host_bytes, host_view
+from fastload.base.registry import extension
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch, some_of
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.dtensors import is_sharded
-from fastload.saving.device_digests import ALIGN_BYTES, PendingDigests
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
@@ -41,6 +41,7 @@ _MAX_BYTES = 64 << 10  # of one tensor
 _MAX_BYTES_OF_ALL = 4 << 20
 _SAMPLE_PART = 128  # of a large shard, for all of its holders together, one in so many bytes is compared
 _LEAST_SAMPLE_BYTES, _MOST_SAMPLE_BYTES = 16, 1 << 20
+_ALIGN_BYTES = 16  # of ranges on devices: between elements of any dtype
 _READS_ON_DEVICE = 8  # of a large shard, for each byte of a holder's even share
 _ODD_NUMBER, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio spreads numbers evenly
 _MAX_SHOWN_BYTES = 32
@@ -270,6 +271,39 @@ def _values(spec: TensorSpec, data: bytes) -> str:
     return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
 
 
+class ReplicaDigests(Protocol):
+    """Digests of the bits of ranges of shards, 64 bits each, which are computed where the tensors are."""
+
+    def hold_caller(self) -> None:
+        """Has this thread's current streams wait until all are computed; the host does not wait."""
+        ...
+
+    def get(self, limit_s: float) -> list[int]:
+        """Waits for the digests, and returns them in the order of the ranges.
+
+        Raises:
+            DeadlineExceeded: They took longer than `limit_s` seconds, or what was queued before them.
+        """
+        ...
+
+
+def begin_digests(reader: StateReader, ranges: Sequence[ShardRange], *, num_first: int = 0) -> ReplicaDigests:
+    """Begins to digest ranges of shards; equal bits have equal digests, whatever the device.
+
+    Args:
+        reader: Reads this rank's tensors.
+        ranges: The ranges, at multiples of 16 bytes.
+        num_first: What is queued later on the caller's streams waits for so many ranges, the first ones.
+
+    Raises:
+        MemoryError: A device has too little memory.
+        OptionError: The extension is not installed.
+    """
+    begin = extension("digests", "devices", "comparing replicas on accelerators")
+    pending: ReplicaDigests = begin(reader, ranges, num_first=num_first)
+    return pending
+
+
 @dataclass(frozen=True)
 class ShardDigests:
     """How the ranks compare the shards that several of them hold; the same on all ranks.
@@ -330,7 +364,7 @@ class ShardDigests:
                 memory = allocate_staging(_BUFFER_BYTES, pinned=False)
             found[at] = _digest(reader, number, shard, memory)
         if by_bits:
-            pending = PendingDigests(reader, list(by_bits.values()))
+            pending = begin_digests(reader, list(by_bits.values()))
             found |= zip(by_bits, _packed(pending.get(limit_s)), strict=True)
         if self.how == "small":
             samples = [
@@ -403,7 +437,7 @@ def _part_on_device(number: int, shard: MappedShard, seed: int) -> ShardRange:
     nbytes = shard.runs.total
     num = -(-len(shard.holders) // _READS_ON_DEVICE) if nbytes > _MAX_BYTES else 1
     part = _place(number, shard, num - 1, seed)
-    begin, end = (nbytes * bound // num // ALIGN_BYTES * ALIGN_BYTES for bound in (part, part + 1))
+    begin, end = (nbytes * bound // num // _ALIGN_BYTES * _ALIGN_BYTES for bound in (part, part + 1))
     return ShardRange(number, shard, begin, end if part < num - 1 else nbytes)
 
 
@@ -471,10 +505,10 @@ class DeviceComparison:
     layout: Layout
     shard_map: ShardMap
     numbers: Sequence[int] = ()
-    pending: PendingDigests | None = None
+    pending: ReplicaDigests | None = None
 
     def hold_caller(self) -> None:
-        """See `PendingDigests.hold_caller`."""
+        """See `ReplicaDigests.hold_caller`."""
         if self.pending is not None:
             self.pending.hold_caller()
 

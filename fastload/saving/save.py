@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fastload.base.registry import extension
 from fastload.base.threads import one_torch_thread
 from fastload.comm.failures import kinds_of
 from fastload.comm.responses import Each, Reports
@@ -32,7 +33,7 @@ from fastload.saving.background import FinishedSave, QueuedSave, SaveHandle
 from fastload.saving.call import SaveCall
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import PlannedWrite, SavePlan, make_plan
-from fastload.saving.snapshot import OverlappedSnapshot, Snapshot
+from fastload.saving.snapshot import Snapshot
 from fastload.saving.write import WriteResult, commit, write
 
 
@@ -89,8 +90,8 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
             overlaps = call.options.snapshot == "overlap"
             described = compare_on_devices(call, described, expected, overlaps=overlaps)
             plan = make_plan(call, described, expected, from_snapshot=True)
-            kind = OverlappedSnapshot if overlaps else Snapshot
-            snapshot = kind(described.reader, plan.messages.contributed, call.pool)
+            kind = extension("snapshots", "overlap", 'snapshot="overlap"') if overlaps else Snapshot
+            snapshot: Snapshot = kind(described.reader, plan.messages.contributed, call.pool)
             if not overlaps and described.on_devices is not None:
                 described.on_devices.hold_caller()
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)

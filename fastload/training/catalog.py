@@ -200,14 +200,15 @@ class Catalog:
         entries, folders = self._look()
         if self._in_doubt(entries, folders):
             entries, folders = self._look()
-        self._incomplete = {one.step: folders[one.step] for one in entries if not one.is_complete}
-        return sorted(entries, key=lambda one: one.point)
+        self._incomplete = {entry.step: folders[entry.step] for entry in entries if not entry.is_complete}
+        return sorted(entries, key=lambda entry: entry.point)
 
     def _in_doubt(self, entries: Sequence[Entry], folders: Mapping[int, Folder]) -> bool:
         """Whether a checkpoint is newly damaged; perhaps it is just being deleted or replaced."""
         return any(
-            one.state in ("damaged", "unreadable") and self._incomplete.get(one.step) != folders[one.step]
-            for one in entries
+            entry.state in ("damaged", "unreadable")
+            and self._incomplete.get(entry.step) != folders[entry.step]
+            for entry in entries
         )
 
     def _look(self) -> tuple[list[Entry], dict[int, Folder]]:
@@ -263,8 +264,10 @@ class Catalog:
             UnsupportedVersion: As for `require_supported`.
         """
         entries = self.entries()
-        self.require_supported({one.step: one.problem for one in entries if one.state == "unsupported"})
-        return [one for one in entries if one.is_complete and one.step not in self.damaged]
+        self.require_supported(
+            {entry.step: entry.problem for entry in entries if entry.state == "unsupported"}
+        )
+        return [entry for entry in entries if entry.is_complete and entry.step not in self.damaged]
 
     def stored(self) -> list[StoredCheckpoint]:
         """Returns the `usable` checkpoints, as a `Lineage` compares them; raises as that does."""
@@ -310,17 +313,19 @@ class Catalog:
             needed: Steps that are kept in any case.
             damaged: Steps that are listed as complete, and are not.
         """
-        links = [one.place for one in entries if one.is_link]
-        targets = {one.step for one in entries if any(_is_in(link, one.place) for link in links)}
+        links = [entry.place for entry in entries if entry.is_link]
+        targets = {entry.step for entry in entries if any(_is_in(link, entry.place) for link in links)}
         saved = [
-            one.saved for one in entries if one.is_complete and not one.is_link and one.step not in damaged
+            entry.saved
+            for entry in entries
+            if entry.is_complete and not entry.is_link and entry.step not in damaged
         ]
         steps = set(ordered := expendable(policy, saved, needed={*needed, *targets}))
-        by_name = {_name_of(one.step): one for one in entries}
-        for one in entries:
-            if one.step not in steps:
-                steps -= {base.step for base in _bases(one, by_name)}
-        depths = {one.step: one.summary.num_deltas for one in entries if one.summary is not None}
+        by_name = {_name_of(entry.step): entry for entry in entries}
+        for entry in entries:
+            if entry.step not in steps:
+                steps -= {base.step for base in _bases(entry, by_name)}
+        depths = {entry.step: entry.summary.num_deltas for entry in entries if entry.summary is not None}
         return sorted((step for step in ordered if step in steps), key=lambda step: -depths[step])
 
     def base_for(self, step: int, *, damaged: Collection[int] = ()) -> Location | None:
@@ -331,15 +336,15 @@ class Catalog:
             damaged: Steps that are listed as complete, and are not.
         """
         entries = self.entries()
-        by_name = {_name_of(one.step): one for one in entries}
+        by_name = {_name_of(entry.step): entry for entry in entries}
         usable = [
-            one
-            for one in entries
-            if one.is_complete
-            and not one.is_link
-            and not {step, *damaged} & {one.step, *(base.step for base in _bases(one, by_name))}
+            entry
+            for entry in entries
+            if entry.is_complete
+            and not entry.is_link
+            and not {step, *damaged} & {entry.step, *(base.step for base in _bases(entry, by_name))}
         ]
-        return self.path(max(usable, key=lambda one: one.point).step) if usable else None
+        return self.path(max(usable, key=lambda entry: entry.point).step) if usable else None
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint; no reader finds half of it complete."""
@@ -422,10 +427,12 @@ def _with_bases(entries: list[Entry], *, in_root_only: bool) -> list[Entry]:
         entries: The entries.
         in_root_only: Whether all bases have to be among them.
     """
-    by_name = {_name_of(one.step): one for one in entries}
-    for one in sorted(entries, key=lambda one: one.summary.num_deltas if one.summary is not None else 0):
-        summary = one.summary
-        if summary is None or not summary.base or not one.is_complete or not _NAME.fullmatch(summary.base):
+    by_name = {_name_of(entry.step): entry for entry in entries}
+    for entry in sorted(
+        entries, key=lambda entry: entry.summary.num_deltas if entry.summary is not None else 0
+    ):
+        summary = entry.summary
+        if summary is None or not summary.base or not entry.is_complete or not _NAME.fullmatch(summary.base):
             continue
         base = by_name.get(summary.base)
         is_there = (
@@ -441,7 +448,7 @@ def _with_bases(entries: list[Entry], *, in_root_only: bool) -> list[Entry]:
             problem = f"its base {summary.base} is {base.state}: {base.problem}"
         else:
             continue
-        by_name[_name_of(one.step)] = replace(one, state="damaged", problem=problem)
+        by_name[_name_of(entry.step)] = replace(entry, state="damaged", problem=problem)
     return list(by_name.values())
 
 
@@ -561,8 +568,8 @@ class Cleaner:
 
     def _prune(self, policy: KeepPolicy, step: int, damaged: set[int]) -> None:
         catalog, entries = self._catalog, self._catalog.entries()
-        sizes = {one.step: one.summary.nbytes for one in entries if one.summary is not None}
-        open_ones = {one.step for one in entries if catalog.is_at(one.step, self._in_use())}
+        sizes = {entry.step: entry.summary.nbytes for entry in entries if entry.summary is not None}
+        open_ones = {entry.step for entry in entries if catalog.is_at(entry.step, self._in_use())}
         for old in catalog.expendable(entries, policy, needed={step, *open_ones}, damaged=damaged):
             if not catalog.is_at(old, self._in_use()):
                 began = time.perf_counter()

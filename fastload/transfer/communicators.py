@@ -83,12 +83,12 @@ class Communicators:
         """
         made, patience_s = self._made, self._world.patience_s
         assert made is not None
-        if not made.groups:
+        if not made.by_number:
             try:
                 within(patience_s, "connecting", partial(self._make, made), give_up=give_up)
             except (RuntimeError, DeadlineExceeded) as error:
                 raise Interrupted(f"the ranks could not connect: {error}") from error
-        return made.groups
+        return made.by_number
 
     def close(self, *, keep: bool) -> None:
         """Caches the communicators for the next load, or aborts them."""
@@ -111,7 +111,7 @@ class Communicators:
             # What is made without all ranks waits for them, and cannot be ended meanwhile.
             _meet(namespace, len(members), self._world.patience_s)
             made.add(number, _make_backend(self._backend, namespace, rank, len(members), self._device))
-        _use_once(made.groups.values(), self._device, self._world.patience_s)
+        _use_once(made.by_number.values(), self._device, self._world.patience_s)
 
 
 class CommunicatorSet:
@@ -122,41 +122,41 @@ class CommunicatorSet:
 
     Attributes:
         token: As given.
-        groups: The backend of each communicator, by number; empty until they are made.
+        by_number: The communicators, backends of torch; empty until they are made.
     """
 
     def __init__(self, token: str) -> None:
         self.token = token
-        self.groups: dict[int, Any] = {}
+        self.by_number: dict[int, Any] = {}
         self._is_dropped = False
 
-    def add(self, number: int, group: Any) -> None:
+    def add(self, number: int, communicator: Any) -> None:
         """Adds a communicator; aborts it if nobody waits for it any more."""
-        self.groups[number] = group
+        self.by_number[number] = communicator
         if self._is_dropped:
             self.drop()
 
     def drop(self) -> None:
         """Aborts them, since other ranks may never enter the collectives under way."""
         self._is_dropped = True
-        groups, self.groups = self.groups, {}
+        communicators, self.by_number = self.by_number, {}
         if not threading.main_thread().is_alive():
-            # The process ends, and would not wait for aborts, nor for the groups to abort themselves.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+            # The process ends, and would not wait for aborts, nor for them to abort themselves.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicators))
             return
-        for group in groups.values():
+        for communicator in communicators.values():
             # A thread each: an abort frees memory, and so waits for all kernels on the device, also for those
             # of other communicators, which end when these are aborted.
             with contextlib.suppress(RuntimeError):  # no more threads
-                Task(partial(_abort, group), "fastload-down").start()
+                Task(partial(_abort, communicator), "fastload-down").start()
 
     def disown(self) -> None:
         """Does nothing: a forked child cannot use the device."""
 
 
-def _abort(group: Any) -> None:
+def _abort(communicator: Any) -> None:
     with contextlib.suppress(RuntimeError):
-        group.abort()
+        communicator.abort()
 
 
 def _meet(store: Any, num_ranks: int, limit_s: float) -> None:
@@ -170,7 +170,7 @@ def _meet(store: Any, num_ranks: int, limit_s: float) -> None:
     store.wait(["all have come"], timedelta(seconds=limit_s))
 
 
-def _use_once(groups: Iterable[Any], device: torch.device, limit_s: float) -> None:
+def _use_once(communicators: Iterable[Any], device: torch.device, limit_s: float) -> None:
     """Runs a first operation on communicators.
 
     The first call waits until its communicator is ready, and cannot be ended meanwhile.
@@ -182,22 +182,22 @@ def _use_once(groups: Iterable[Any], device: torch.device, limit_s: float) -> No
     stream = take_stream(device)
     with torch.inference_mode(), use_stream(stream):
         nothing = torch.zeros(1, dtype=torch.uint8, device=device)
-        for group in groups:
-            join_stream(group, broadcast(group, nothing, 0))
+        for communicator in communicators:
+            join_stream(communicator, broadcast(communicator, nothing, 0))
         poll(stream.record_event().query, "the first operation of a communicator", limit_s)
     give_back_streams([stream])
 
 
-def broadcast(group: Any, data: Tensor, root: int) -> Any:
+def broadcast(communicator: Any, data: Tensor, root: int) -> Any:
     """Broadcasts a tensor from a member of a communicator, by its number there; returns its work."""
     options = _on_this_stream(dist.BroadcastOptions())
     options.rootRank = root
-    return group.broadcast([data], options)
+    return communicator.broadcast([data], options)
 
 
-def all_gather(group: Any, own: Tensor, into: Tensor) -> Any:
+def all_gather(communicator: Any, own: Tensor, into: Tensor) -> Any:
     """Gathers equally long tensors of all members, in their order; returns its work."""
-    return group._allgather_base(into, own, _on_this_stream(dist.distributed_c10d.AllgatherOptions()))
+    return communicator._allgather_base(into, own, _on_this_stream(dist.distributed_c10d.AllgatherOptions()))
 
 
 def _on_this_stream(options: Any) -> Any:
@@ -207,14 +207,14 @@ def _on_this_stream(options: Any) -> Any:
     return options
 
 
-def join_stream(group: Any, work: Any) -> None:
+def join_stream(communicator: Any, work: Any) -> None:
     """Has the current stream wait for a work of a communicator, unless it runs there and so is None.
 
     `Work.wait` would block the host: it does without a watchdog.
     """
     if work is None:
         return
-    if group.name() == "nccl" and _TORCH >= (2, 9):  # without a warning
+    if communicator.name() == "nccl" and _TORCH >= (2, 9):  # without a warning
         work.block_current_stream()
     else:
         work.synchronize()

@@ -197,20 +197,20 @@ class Density(NamedTuple):
     """The largest fraction of the bytes read that one set of recipients requests.
 
     Attributes:
-        part: The fraction, 0 to 1, or more if boxes overlap.
+        fraction: 0 to 1, or more if boxes overlap.
         turn_bytes: The most that a chunk may contain beyond it: one turn of a loop of runs.
     """
 
-    part: float = 0.0
+    fraction: float = 0.0
     turn_bytes: int = 0
 
     def most(self, nbytes: int) -> int:
         """Returns the most bytes requested of a chunk of this length."""
-        return ceil(self.part * nbytes) + self.turn_bytes
+        return ceil(self.fraction * nbytes) + self.turn_bytes
 
     def joined(self, other: Density) -> Density:
         """Returns an upper bound of both."""
-        return Density(max(self.part, other.part), max(self.turn_bytes, other.turn_bytes))
+        return Density(max(self.fraction, other.fraction), max(self.turn_bytes, other.turn_bytes))
 
 
 class SharingGroups:
@@ -344,16 +344,16 @@ class SharingGroups:
 
     def _note_density(self, group: int, nbytes: int, parts: Mapping[Ranks, Part]) -> None:
         """Raises the densities to those of a segment."""
-        packed_part, packed_turn = 0.0, 0
+        packed, packed_turn = 0.0, 0
         for ranks, part in parts.items():
             turn = max(runs.total // (runs.steps[0][0] if runs.steps else 1) for runs in part)
             density = Density(_total(part) / nbytes, turn if len(part) > 1 or part[0].steps else 0)
             known = self.densities[group].get(ranks, Density())
             self.densities[group][ranks] = known.joined(density)
             if density.turn_bytes:
-                packed_part += density.part
+                packed += density.fraction
                 packed_turn += density.turn_bytes
-        self.packed = self.packed.joined(Density(packed_part, packed_turn))
+        self.packed = self.packed.joined(Density(packed, packed_turn))
 
 
 class _Placed(NamedTuple):
@@ -473,9 +473,9 @@ def deal(
         left = totals[group] - sum(quotas[group].values())
         _raise_level(loads, can_read[group], left, sum(totals) + cap, quotas[group])
     cut = [
-        (group, *part)
+        (group, *share)
         for group, quota in enumerate(quotas)
-        for part in _cut(ranges[group], _bounds(quota, totals[group]))
+        for share in _cut(ranges[group], _bounds(quota, totals[group]))
     ]
     same_size: dict[int, list[int]] = defaultdict(list)  # groups by their number of ranks
     for group, ranks in enumerate(requesters):
@@ -483,8 +483,8 @@ def deal(
     places = {group: place for groups in same_size.values() for place, group in enumerate(groups)}
     index_of = {reader: index for index, reader in enumerate(readers)}
 
-    def position(part: tuple[int, int, int, int]) -> tuple[int, int]:
-        group, reader, *_ = part
+    def position(share: tuple[int, int, int, int]) -> tuple[int, int]:
+        group, reader, *_ = share
         num_ranks = len(requesters[group])
         count = len(same_size[num_ranks])
         return num_ranks, (places[group] - index_of[reader] * count // len(readers)) % count

@@ -1,7 +1,8 @@
 """The transports between devices: the group's backend, on communicators and streams of fastload's own.
 
 `DeviceTransport` serves plans in which all ranks request the same bytes. Chunks are in adjacent slots and
-move along the axes of a grid. `RoutedDeviceTransport` serves the other plans, with messages among few groups.
+move along the axes of a grid. `RoutedDeviceTransport` serves the other plans, with messages between few sets
+of ranks.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ class DeviceTransport(_BackendTransport):
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         found = self._communicators.connect(give_up)
-        groups = [found.get(phase) for phase in range(self._grid.num_phases)]
-        self._broadcast = GridBroadcast(self._grid, self._rank, groups, self._in_phase)
+        communicators = [found.get(phase) for phase in range(self._grid.num_phases)]
+        self._broadcast = GridBroadcast(self._grid, self._rank, communicators, self._in_phase)
 
     def allocate(self, nbytes: int) -> None:
         buffer = allocate((nbytes,), torch.uint8, self.device)
@@ -230,8 +231,8 @@ class GridBroadcast:
     Args:
         grid: The grid of all ranks.
         rank: This rank.
-        groups: The backend of a process group for its axis in each phase, in the order of `Grid.axis`; None
-            where it is alone.
+        communicators: Of its axis in each phase, with the ranks in the order of `Grid.axis`; None where it
+            is alone.
         in_phase: Returns a context for the collectives of a phase, such as a stream of their own.
     """
 
@@ -239,10 +240,10 @@ class GridBroadcast:
         self,
         grid: Grid,
         rank: int,
-        groups: Sequence[Any],
+        communicators: Sequence[Any],
         in_phase: Callable[[int], AbstractContextManager[object]],
     ) -> None:
-        self._groups = groups
+        self._by_phase = communicators
         self._in_phase = in_phase
         self._moves = lru_cache(_NUM_KNOWN)(lambda readers: grid.moves(readers, rank))
 
@@ -253,29 +254,31 @@ class GridBroadcast:
             readers: The ranks that have filled their parts, in the order of the parts.
             rows: Tensors of equally long parts, (readers x length,).
         """
-        for phase, (group, moves) in enumerate(zip(self._groups, self._moves(readers), strict=True)):
-            if group is not None and moves:
+        for phase, (communicator, moves) in enumerate(zip(self._by_phase, self._moves(readers), strict=True)):
+            if communicator is not None and moves:
                 with self._in_phase(phase):
-                    self._move(group, moves, rows, len(readers))
+                    self._move(communicator, moves, rows, len(readers))
 
-    def _move(self, group: Any, moves: Sequence[Move], rows: Sequence[Tensor], num_parts: int) -> None:
+    def _move(self, communicator: Any, moves: Sequence[Move], rows: Sequence[Tensor], num_parts: int) -> None:
         for row in rows:
             part = row.numel() // num_parts
-            if is_gather(moves, group.size()):
-                own = moves[group.rank()]
+            if is_gather(moves, communicator.size()):
+                own = moves[communicator.rank()]
                 into = row[moves[0].begin * part : moves[-1].end * part]
-                join_stream(group, all_gather(group, row[own.begin * part : own.end * part], into))
+                join_stream(
+                    communicator, all_gather(communicator, row[own.begin * part : own.end * part], into)
+                )
             else:
                 _coalesced(
-                    group,
+                    communicator,
                     [
-                        partial(broadcast, group, row[move.begin * part : move.end * part], move.root)
+                        partial(broadcast, communicator, row[move.begin * part : move.end * part], move.root)
                         for move in moves
                     ],
                 )
 
 
-_MAX_NUM_GROUPS = 4  # of one rank: each takes a communicator
+_MAX_NUM_SETS = 4  # that a rank is in: each takes a communicator
 
 
 class RoutedDeviceTransport(_BackendTransport):
@@ -286,22 +289,24 @@ class RoutedDeviceTransport(_BackendTransport):
 
     Args:
         world: The ranks.
-        groups: See `groups_of`; not empty.
+        member_sets: See `communicator_ranks`; not empty.
         device: This rank's accelerator, with its index.
         backend: The backend, as `comm.group.backend_of` returns it.
     """
 
-    def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:
-        self._members = {number: ranks for number, ranks in enumerate(groups) if world.rank in ranks}
-        name = f"routed {xxhash.xxh3_64_hexdigest(repr(groups).encode())}"
+    def __init__(
+        self, world: World, member_sets: Sequence[Ranks], device: torch.device, backend: str
+    ) -> None:
+        self._members = {number: ranks for number, ranks in enumerate(member_sets) if world.rank in ranks}
+        name = f"routed {xxhash.xxh3_64_hexdigest(repr(member_sets).encode())}"
         communicators = Communicators(world, name, self._members, device, backend)
         super().__init__(f"{backend} routed", world, device, communicators, 2)
-        self._groups: Mapping[Ranks, Any] = {}
+        self._by_ranks: Mapping[Ranks, Any] = {}
         self._packing, self._moving = self._streams
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         made = self._communicators.connect(give_up)
-        self._groups = {self._members[number]: group for number, group in made.items()}
+        self._by_ranks = {self._members[number]: communicator for number, communicator in made.items()}
 
     def allocate(self, nbytes: int) -> None:
         buffer = allocate((nbytes,), torch.uint8, self.device)
@@ -322,8 +327,8 @@ class RoutedDeviceTransport(_BackendTransport):
         with self._on(self._moving):
             self._moving.wait_stream(self._packing)
             deliveries = (*work.packed, *work.incoming)
-            for each in deliveries:  # some have memory outside of the buffer
-                each.data.record_stream(self._moving)
+            for delivery in deliveries:  # some have memory outside of the buffer
+                delivery.data.record_stream(self._moving)
             self._exchange(deliveries)
             ended.record(self._moving)
         return partial(self._note, work, status)
@@ -339,14 +344,19 @@ class RoutedDeviceTransport(_BackendTransport):
         So they cannot deadlock, though some ranks are ahead of others.
         """
         if found := sent_to_roots(deliveries, self._rank):
-            # A group of all ranks, with their own numbers.
-            everyone = self._groups[max(self._groups, key=len)]
-            _coalesced(everyone, [partial(_send_to_root, everyone, self._rank, each) for each in found])
-        for ranks, found in broadcasts_of(deliveries).items():
-            group = self._groups[ranks]
+            # One of all ranks, with their own numbers.
+            everyone = self._by_ranks[max(self._by_ranks, key=len)]
             _coalesced(
-                group,
-                [partial(broadcast, group, each.data, ranks.index(root_of(each.message))) for each in found],
+                everyone, [partial(_send_to_root, everyone, self._rank, delivery) for delivery in found]
+            )
+        for ranks, found in broadcasts_of(deliveries).items():
+            communicator = self._by_ranks[ranks]
+            _coalesced(
+                communicator,
+                [
+                    partial(broadcast, communicator, delivery.data, ranks.index(root_of(delivery.message)))
+                    for delivery in found
+                ],
             )
 
     @contextmanager
@@ -356,10 +366,10 @@ class RoutedDeviceTransport(_BackendTransport):
             yield
 
 
-def _send_to_root(group: Any, rank: int, each: Delivery) -> Any:
-    if each.message.reader == rank:
-        return group.send([each.data], root_of(each.message), 0)
-    return group.recv([each.data], each.message.reader, 0)
+def _send_to_root(communicator: Any, rank: int, delivery: Delivery) -> Any:
+    if delivery.message.reader == rank:
+        return communicator.send([delivery.data], root_of(delivery.message), 0)
+    return communicator.recv([delivery.data], delivery.message.reader, 0)
 
 
 def root_of(message: Message) -> int:
@@ -369,27 +379,27 @@ def root_of(message: Message) -> int:
     return message.ranks[message.reader % len(message.ranks)]
 
 
-def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
-    """Makes calls of a group, in one launch where its backend can; else they run one after the other."""
-    if not group.supports_coalescing:
+def _coalesced(communicator: Any, calls: Sequence[Callable[[], Any]]) -> None:
+    """Makes calls of a communicator: in one launch where its backend can, else one after the other."""
+    if not communicator.supports_coalescing:
         works = [call() for call in calls]
     else:
         works = []
-        group._start_coalescing()
+        communicator._start_coalescing()
         try:
             for call in calls:
                 call()
-        finally:  # an open group would keep all later calls of this thread, of any group
-            works.append(group._end_coalescing())
+        finally:  # else it would keep all later calls of this thread, of any communicator
+            works.append(communicator._end_coalescing())
     for work in works:
-        join_stream(group, work)
+        join_stream(communicator, work)
 
 
-def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
-    """Returns the groups that need a communicator, ascending; the same on all ranks.
+def communicator_ranks(plan: RoutedPlan) -> tuple[Ranks, ...]:
+    """Returns the sets of ranks that need a communicator, ascending; the same on all ranks.
 
     These are the recipients of each message, and all ranks if some reader is no recipient. The result is
-    empty if no message has two recipients, if some rank were in too many groups, or if chunks in host memory
+    empty if no message has two recipients, if some rank were in too many of them, or if chunks in host memory
     do not fit into staging next to the buffers on the device.
 
     Args:
@@ -397,11 +407,11 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     """
     if not plan.depth_on_device:
         return ()
-    groups = {ranks for ranks in plan.groups if len(ranks) > 1}
-    counts = Counter(rank for ranks in groups for rank in ranks)
-    if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
+    member_sets = {ranks for ranks in plan.recipient_sets if len(ranks) > 1}
+    counts = Counter(rank for ranks in member_sets for rank in ranks)
+    if max(counts.values(), default=0) > _MAX_NUM_SETS or not member_sets:
         return ()
-    return tuple(sorted(groups | {tuple(sorted(plan.order))} if plan.has_mere_readers else groups))
+    return tuple(sorted(member_sets | {tuple(sorted(plan.order))} if plan.has_mere_readers else member_sets))
 
 
 def sent_to_roots(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
@@ -412,10 +422,10 @@ def sent_to_roots(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
         rank: The rank, as reader or root.
     """
     return _in_order(
-        each
-        for each in deliveries
-        if each.message.reader not in each.message.ranks
-        and rank in (each.message.reader, root_of(each.message))
+        delivery
+        for delivery in deliveries
+        if delivery.message.reader not in delivery.message.ranks
+        and rank in (delivery.message.reader, root_of(delivery.message))
     )
 
 
@@ -426,11 +436,13 @@ def broadcasts_of(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]
         deliveries: All messages of a round that concern the rank.
     """
     found: dict[Ranks, list[Delivery]] = {}
-    for each in _in_order(each for each in deliveries if each.message.ranges and len(each.message.ranks) > 1):
-        found.setdefault(each.message.ranks, []).append(each)
+    for delivery in _in_order(
+        delivery for delivery in deliveries if delivery.message.ranges and len(delivery.message.ranks) > 1
+    ):
+        found.setdefault(delivery.message.ranks, []).append(delivery)
     return found
 
 
 def _in_order(deliveries: Iterable[Delivery]) -> list[Delivery]:
     # A round has at most one message for each reader and recipients.
-    return sorted(deliveries, key=lambda each: (each.message.ranks, each.message.reader))
+    return sorted(deliveries, key=lambda delivery: (delivery.message.ranks, delivery.message.reader))

@@ -47,16 +47,16 @@ def _open_transport(
     if not plan.exchanges:
         return LocalTransport(world.rank, pinned=pinned)
     if backend and device is not None:
-        from fastload.transfer.device_transport import RoutedDeviceTransport, groups_of
+        from fastload.transfer.device_transport import RoutedDeviceTransport, communicator_ranks
 
-        if groups := groups_of(cast("RoutedPlan", plan)):  # others have a grid
-            return RoutedDeviceTransport(world, groups, device, backend)
+        if member_sets := communicator_ranks(cast("RoutedPlan", plan)):  # others have a grid
+            return RoutedDeviceTransport(world, member_sets, device, backend)
     # One rank alone, or each for itself, need not import it.
     from fastload.transfer.host_transport import HostTransport
     from fastload.transfer.messages import Routing, sharing_domains
 
     # Shared memory takes one buffer more than rounds in flight, so at least two.
-    domains = sharing_domains(machines or range(world.size), plan.groups if plan.depth > 1 else ())
+    domains = sharing_domains(machines or range(world.size), plan.recipient_sets if plan.depth > 1 else ())
     routing = Routing(world.rank, plan.order, [domains[rank] for rank in plan.order])
     return HostTransport(world, routing, plan.pairs(world.rank), pinned=pinned)
 

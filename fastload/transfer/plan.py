@@ -672,7 +672,7 @@ class TransferPlan:
         return TransferView(self, rank)
 
     @property
-    def groups(self) -> Collection[Ranks]:
+    def recipient_sets(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""
         return [self.recipients]
 

@@ -261,7 +261,7 @@ class Guards:
 
 _MOST_BETWEEN_BYTES = 2 << 10  # read in vain where another request would take longer
 
-Part = tuple[ByteRange, Sequence[memoryview]]
+BufferedRange = tuple[ByteRange, Sequence[memoryview]]
 
 
 class ChunkReader:
@@ -353,21 +353,21 @@ class ChunkReader:
     def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
         if (cached := self.cached) is not None:
             byte_ranges, buffers = cached.fill(byte_ranges, buffers)
-        for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
+        for request in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
             if self._guards is None:
-                self._read_range(*_joined(group))
+                self._read_range(*_joined(request))
             else:
-                self._read_guarded(group, self._guards)
+                self._read_guarded(request, self._guards)
             if self._verifier is not None:
-                for byte_range, taken in group:
+                for byte_range, taken in request:
                     self._verifier.check(byte_range, taken, self._read_again)
                     self.verified.add(byte_range.nbytes)
 
-    def _read_guarded(self, group: list[Part], guards: Guards) -> None:
+    def _read_guarded(self, request: list[BufferedRange], guards: Guards) -> None:
         """Reads adjacent byte ranges and their guards with one request; guards further ahead take another."""
-        parts: list[Part] = []
+        parts: list[BufferedRange] = []
         heads: list[tuple[memoryview, bytes]] = []
-        for byte_range, taken in group:
+        for byte_range, taken in request:
             guard = guards.before(byte_range)
             if guard is not None:
                 begin, head = guard
@@ -413,28 +413,28 @@ class ChunkReader:
 
 def _requests(
     byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview], most_between: int
-) -> Iterator[list[Part]]:
+) -> Iterator[list[BufferedRange]]:
     """Yields the byte ranges to read with one request each: of one file, with few bytes in between."""
-    group: list[Part] = []
+    request: list[BufferedRange] = []
     rest = list(buffers)
     for byte_range in byte_ranges:
-        if group:
-            last, _ = group[-1]
+        if request:
+            last, _ = request[-1]
             between = byte_range.offset - last.end if byte_range.file == last.file else -1
             if not 0 <= between <= most_between:
-                yield group
-                group = []
+                yield request
+                request = []
         taken, rest = take(rest, byte_range.nbytes)
-        group.append((byte_range, taken))
-    if group:
-        yield group
+        request.append((byte_range, taken))
+    if request:
+        yield request
 
 
-def _joined(group: Sequence[Part]) -> Part:
+def _joined(request: Sequence[BufferedRange]) -> BufferedRange:
     """Returns the byte range from the first to the last of some ranges, and buffers for all of it."""
-    first, _ = group[0]
+    first, _ = request[0]
     at, buffers = first.offset, list[memoryview]()
-    for byte_range, taken in group:
+    for byte_range, taken in request:
         if byte_range.offset > at:
             buffers.append(memoryview(bytearray(byte_range.offset - at)))
         buffers += taken

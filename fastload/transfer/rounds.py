@@ -57,7 +57,7 @@ class Plan(Protocol):
         ...
 
     @property
-    def groups(self) -> Collection[Ranks]:
+    def recipient_sets(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""
         ...
 

@@ -229,7 +229,7 @@ class RoutedPlan:
         return RoutedView(self, rank)
 
     @cached_property
-    def groups(self) -> Collection[Ranks]:
+    def recipient_sets(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""
         return dict.fromkeys(ranks for densities in self.sharing.densities for ranks in densities)
 
@@ -452,7 +452,7 @@ class _Supplier(NamedTuple):
     def most(self, chunk_bytes: int) -> int:
         """Returns the most bytes of one chunk that the rank receives; more than a chunk if boxes overlap."""
         nbytes = min(self.nbytes, chunk_bytes)
-        return min(ceil(max(self.density.part, 1.0) * nbytes), self.density.most(nbytes))
+        return min(ceil(max(self.density.fraction, 1.0) * nbytes), self.density.most(nbytes))
 
 
 def _suppliers(sharing: SharingGroups, shares: Sequence[Share]) -> list[list[_Supplier]]:

@@ -183,6 +183,8 @@ def test_without_extensions(rank: int, world: int, tmp_path: Path) -> None:
             fastload.LoadOptions(dequantize=True)
         with pytest.raises(OptionError, match="deltas= needs the extension 'delta'"):
             fastload.CheckpointManager(tmp_path / "run", deltas=True)
+        with pytest.raises(OptionError, match="snapshot=\"overlap\" needs the extension 'overlap'"):
+            fastload.async_save(TENSORS, tmp_path / "other", options=fastload.SaveOptions(snapshot="overlap"))
         assert fastload.load(tmp_path / "base", options=OPTIONS).keys() == TENSORS.keys()
 
 

@@ -548,7 +548,7 @@ def test_messages_are_packed_on_the_device(
 ) -> None:
     """As if they went to others, which takes no second device; communicators are kept for the second load."""
     monkeypatch.setattr(RoutedPlan, "exchanges", True)
-    monkeypatch.setattr(device_transport, "groups_of", lambda plan: ((0,),))
+    monkeypatch.setattr(device_transport, "communicator_ranks", lambda plan: ((0,),))
     saved = {f"w{number}": torch.randn(300 + number, 1000) for number in range(3)}
     save_file(saved, tmp_path / "model.safetensors")
     options = fastload.LoadOptions(strategy="allgather", chunk_bytes=chunk_bytes, timeout_s=60)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fastload
 from fastload import SaveOptions
 from fastload.errors import DeadlineExceeded
+from fastload.ext.device_digests import PendingDigests
 from fastload.formats.dtypes import safetensors_spec
-from fastload.saving.device_digests import PendingDigests
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader

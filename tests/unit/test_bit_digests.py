@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastload.base.memory import byte_view
-from fastload.saving import device_digests as bit_digests
-from fastload.saving.device_digests import BitDigester
+from fastload.ext import device_digests as bit_digests
+from fastload.ext.device_digests import BitDigester
 
 ROW_BYTES = 32 << 10
 CPU = torch.device("cpu")

@@ -121,7 +121,7 @@ def run(
 ) -> list[int]:
     """Moves all rounds; returns how many bytes were placed on each rank."""
     everyone = range(len(machines))
-    domains = sharing_domains(machines, plan.groups)
+    domains = sharing_domains(machines, plan.recipient_sets)
     shared: dict[object, dict[int, Tensor]] = {domain: {} for domain in domains}
     members = []
     for rank in everyone:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastload.comm.group import backend_of
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.device_transport import broadcasts_of, groups_of, root_of, sent_to_roots
+from fastload.transfer.device_transport import broadcasts_of, communicator_ranks, root_of, sent_to_roots
 from fastload.transfer.messages import Route
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.transport import Delivery
@@ -38,7 +38,7 @@ def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
     size = len(wants)
     readers = data.draw(st.sets(st.sampled_from(range(size)), min_size=1).map(sorted))
     plan = plan_of(job, readers, max(chunk_bytes, block_bytes), contiguous=data.draw(st.booleans()))
-    groups = groups_of(plan)
+    groups = communicator_ranks(plan)
     routes = [RoutedView(plan, rank) for rank in range(size)]
     for index in range(plan.num_rounds):
         deliveries = [deliveries_of(of_rank, index) for of_rank in routes]
@@ -91,17 +91,17 @@ def part(begin: int, end: int) -> Want:
     return [(0, (Runs(begin, end - begin, ()),))]
 
 
-def test_few_groups_of_each_rank_are_used() -> None:
+def test_few_communicator_ranks_each_rank_are_used() -> None:
     halves = part(0, 30), part(30, 60)
-    assert groups_of(plan_of_wants(*halves)) == ()  # nobody wants what another one wants
-    assert groups_of(plan_of_wants(*halves, *halves)) == ((0, 2), (1, 3))
+    assert communicator_ranks(plan_of_wants(*halves)) == ()  # nobody wants what another one wants
+    assert communicator_ranks(plan_of_wants(*halves, *halves)) == ((0, 2), (1, 3))
     everyone = (0, 1, 2, 3)  # where some read what they do not want
-    assert groups_of(plan_of_wants(*halves, *halves, contiguous=True)) == (everyone, (0, 2), (1, 3))
+    assert communicator_ranks(plan_of_wants(*halves, *halves, contiguous=True)) == (everyone, (0, 2), (1, 3))
     more = [
         part(0, end) for end in range(10, 60, 10)
     ]  # the first bytes are for all five, the next for four, …
-    assert groups_of(plan_of_wants(*more)) == ((0, 1, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4), (3, 4))
-    assert groups_of(plan_of_wants(*more, part(0, 60))) == ()
+    assert communicator_ranks(plan_of_wants(*more)) == ((0, 1, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4), (3, 4))
+    assert communicator_ranks(plan_of_wants(*more, part(0, 60))) == ()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def plan_of(
 def run(plan: RoutedPlan, machines: Sequence[int], broken_from: dict[int, int]) -> tuple[Counter, list[list]]:
     """Moves (tensor, byte) as the plan says; returns how often each was read, and what each rank got."""
     everyone = range(len(machines))
-    domains = sharing_domains(machines, plan.groups)
+    domains = sharing_domains(machines, plan.recipient_sets)
     views = [plan.view(rank) for rank in everyone]
     routings = [Routing(rank, plan.order, [domains[each] for each in plan.order]) for rank in everyone]
     expected: list[set[tuple[int, int]]] = [set() for _ in everyone]  # (reader, the other end)

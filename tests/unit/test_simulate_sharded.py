@@ -46,7 +46,7 @@ def test_what_moves_is_what_the_routes_of_a_load_say(parallel: Parallel) -> None
         name: [Counter() for _ in columns] for name in ("read", "in", "out", "received")
     }
     routes = [RoutedView(plan, rank) for rank in plan.order]
-    domains = sharing_domains([rank // 2 for rank in plan.order], plan.groups)
+    domains = sharing_domains([rank // 2 for rank in plan.order], plan.recipient_sets)
     routings = [Routing(rank, plan.order, domains) for rank in plan.order]
     for index in range(plan.num_rounds):
         for rank, own in enumerate(routes):

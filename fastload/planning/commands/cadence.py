@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fastload.cli.console import PNG, csv_option, json_option, print_csv, print_json, stdout, table_of
+from fastload.cli.console import PNG, json_option, print_json, stdout, table_of
 from fastload.errors import OptionError
 from fastload.planning import cadence as theory
 from fastload.planning.cadence import Recommendation, Tier, Tiers
@@ -18,9 +18,11 @@ from fastload.planning.commands.options import (
     RATE,
     TIME,
     GivenModel,
+    csv_option,
     job_options,
     model_options,
     option_group,
+    print_csv,
 )
 from fastload.planning.commands.pictures import draw_ettr
 from fastload.planning.sizing import overhead, topology

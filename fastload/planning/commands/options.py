@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import wraps
@@ -39,6 +41,8 @@ def _parse_link_rate(text: str) -> float:
     bare = text.lstrip("+-").replace(".", "", 1).isdigit()
     return parse_bytes_per_s(f"{text} Gbit/s" if bare else text)
 
+
+csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 
 SIZE = Quantity("size", parse_size_bytes)
 RATE = Quantity("rate", parse_bytes_per_s)
@@ -203,3 +207,10 @@ job_options = option_group(
     click.option("--hosts", type=COUNT, help="Hosts of the job."),
     click.option("--gpus-per-host", type=COUNT, default="8", show_default=True, help="GPUs of one host."),
 )
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows with equal columns."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)

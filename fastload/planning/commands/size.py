@@ -8,9 +8,18 @@ from typing import Any
 import click
 
 from fastload.base.units import count, format_bytes
-from fastload.cli.console import csv_option, json_option, print_csv, print_json, print_table, table_of
+from fastload.cli.console import json_option, print_json, print_table, table_of
 from fastload.errors import OptionError
-from fastload.planning.commands.options import COUNT, RATE, TIME, GivenModel, job_options, model_options
+from fastload.planning.commands.options import (
+    COUNT,
+    RATE,
+    TIME,
+    GivenModel,
+    csv_option,
+    job_options,
+    model_options,
+    print_csv,
+)
 from fastload.planning.sizing import (
     RECIPES,
     Topology,

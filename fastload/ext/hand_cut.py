@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fastload.errors import OptionError
 from fastload.geometry.box import Box, box_text, overlap_of
+from fastload.geometry.dtensors import BoxedTensor
 
 
-class Shard(Tensor):
+class Shard(BoxedTensor):
     """The part of a tensor that this rank holds, for tensors that are sharded by hand.
 
     In a state it stands for the complete tensor: `fastload.save` stores that once, whichever ranks hold its
@@ -38,8 +39,6 @@ class Shard(Tensor):
     Raises:
         OptionError: The box is out of bounds, or the tensor is no plain one with memory.
     """
-
-    boxes: Sequence[tuple[Box, Tensor]]
 
     @staticmethod
     def __new__(cls, tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Shard:

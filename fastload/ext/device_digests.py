@@ -17,9 +17,6 @@ from fastload.base.memory import allocate, allocate_staging, byte_view, copy_run
 from fastload.saving.messages import ShardRange
 from fastload.saving.reader import StateReader
 
-ALIGN_BYTES = 16
-"""Ranges begin at multiples of it, and so between elements of any dtype."""
-
 _WORD_BYTES, _SUM_BYTES = 4, 8
 _ROW_WORDS = 8 << 10
 _ROW_BYTES = _ROW_WORDS * _WORD_BYTES
@@ -104,7 +101,7 @@ class BitDigester:
 
         Args:
             tensor: The tensor, without a lazy conjugate or negation.
-            begin: First byte in row-major order, a multiple of `ALIGN_BYTES`.
+            begin: First byte in row-major order, a multiple of 16, and so between elements of any dtype.
             end: The byte after the last one, also a multiple or the end of the tensor.
         """
         tensor = tensor.detach()
@@ -190,7 +187,7 @@ class PendingDigests:
 
     Args:
         reader: Reads this rank's tensors.
-        ranges: The ranges, at multiples of `ALIGN_BYTES`.
+        ranges: The ranges, at multiples of 16 bytes.
         num_first: What is queued later on the caller's streams waits for so many ranges, the first ones.
 
     Raises:
