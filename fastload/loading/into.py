@@ -235,8 +235,8 @@ class Pairs:
         for module in self.modules:
             given = (one for one in module.given.values() if isinstance(one, SavedValue))
             yield from ((saved, True) for value in given for saved in _checked(value))
-        for part in self.stateful:
-            yield from ((saved, True) for saved in _checked(part.value) if saved.stored not in sharded)
+        for restored in self.stateful:
+            yield from ((saved, True) for saved in _checked(restored.value) if saved.stored not in sharded)
 
     def restore(
         self, url: str, targets: TargetBuilder, sharded: Mapping[str, Tensor], *, strict: bool
@@ -256,7 +256,7 @@ class Pairs:
         cast, as_stored = StateDecoder(targets.new, targets.exact), StateDecoder(targets.exact)
         values = [(one.container, one.key, one.value.build(cast)) for one in self.assignments]
         in_shards = StateDecoder({**targets.exact, **sharded}) if sharded else as_stored
-        states = [(part, part.value.build(in_shards)) for part in self.stateful]
+        states = [(restored, restored.value.build(in_shards)) for restored in self.stateful]
         with torch.no_grad():  # else each access to a DTensor turns it off and on
             loaded = {identity(_current(slot)) for _, slot in self.tensors} if self.modules else set()
         dicts = [(module, _state_dict(module, as_stored, loaded)) for module in self.modules]
@@ -273,9 +273,9 @@ class Pairs:
             ]
         for container, key, value in values:
             container[key] = value
-        for part, state in states:
-            with _naming(url, part.where):
-                part.target.load_state_dict(state)
+        for restored, state in states:
+            with _naming(url, restored.where):
+                restored.target.load_state_dict(state)
         raise_differing(url, lost)
         raise_mismatch(url, unfilled=still_unfilled(self.unfilled), is_late=True)
 
@@ -386,7 +386,7 @@ def pair(into: Any, manifest: Manifest, *, has_gaps: bool) -> tuple[Pairs, Diffe
         walk.root(into, _ABSENT if walk.is_named else manifest.structure)
     except RecursionError:
         raise OptionError("into= is nested too deeply, or contains itself") from None
-    if walk.is_named and (names := sorted(part.where for part in walk.pairs.stateful)):
+    if walk.is_named and (names := sorted(restored.where for restored in walk.pairs.stateful)):
         raise OptionError(
             f"into= has {', '.join(names)}, but {manifest.url} holds tensors only: fastload did not save it"
         )
@@ -700,40 +700,40 @@ def _what(node: Any) -> str:
 # Optimizers
 
 
-def optimizer_misfits(part: StatefulRestore) -> Iterator[str]:
+def optimizer_misfits(restored: StatefulRestore) -> Iterator[str]:
     """Yields the reasons why an object cannot take its saved state, if it is an optimizer."""
-    own = _parameters_of(part.target)
+    own = _parameters_of(restored.target)
     if any(isinstance(parameter, Tensor) and parameter.is_meta for group in own for parameter in group):
         yield (
-            f"{part.where}: it has parameters on the meta device, which a load replaces in the model only: "
-            "make it after the model has been loaded, or after model.to_empty(device=...)"
+            f"{restored.where}: it has parameters on the meta device, which a load replaces in the "
+            "model only: make it after the model has been loaded, or after model.to_empty(device=...)"
         )
-    if own and _compares_groups(part.target):
+    if own and _compares_groups(restored.target):
         here = [len(group) for group in own]
         saved = [
-            len(_below(group, "params")) for _, group in _below(part.value.node, "param_groups").values()
+            len(_below(group, "params")) for _, group in _below(restored.value.node, "param_groups").values()
         ]
         if len(here) != len(saved):
-            yield f"{part.where}: parameter groups: {len(saved)} in the checkpoint, {len(here)} in into="
+            yield f"{restored.where}: parameter groups: {len(saved)} in the checkpoint, {len(here)} in into="
             return
         for number, (there, wanted) in enumerate(zip(saved, here, strict=True)):
             if there != wanted:
                 counts = f"{there} in the checkpoint, {wanted} in into="
-                yield f"{part.where}: parameters in group {number}: {counts}"
+                yield f"{restored.where}: parameters in group {number}: {counts}"
 
 
-def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
+def sharded_state(restored: StatefulRestore, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
     """Yields the DTensors in the state of an optimizer, each with a DTensor of the same placements.
 
     An optimizer makes its state at its first step. Before, a tensor of the shape of its parameter is assumed
     to have the placements of the parameter.
     """
-    parameters = _parameters_by_key(part)
+    parameters = _parameters_by_key(restored)
     if not any(map(is_dtensor, parameters.values())):
         return
-    states = getattr(part.target, "state", None)
-    prefix = f"{part.value.name}." if part.value.name else ""
-    state_ending, state = (children(part.value.node) or {}).get("state", ("", None))
+    states = getattr(restored.target, "state", None)
+    prefix = f"{restored.value.name}." if restored.value.name else ""
+    state_ending, state = (children(restored.value.node) or {}).get("state", ("", None))
     for key, (ending, node) in (children(state) or {}).items():
         parameter = parameters.get(key)
         if parameter is None or not is_dtensor(parameter):
@@ -763,10 +763,10 @@ def _sharded_parts(
         yield parts[ending], sharded
 
 
-def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:
+def _parameters_by_key(restored: StatefulRestore) -> dict[Any, Any]:
     """Returns the parameters of an optimizer by their keys in its saved state."""
-    own = [parameter for group in _parameters_of(part.target) for parameter in group]
-    groups = _below(part.value.node, "param_groups").values() if own else ()
+    own = [parameter for group in _parameters_of(restored.target) for parameter in group]
+    groups = _below(restored.value.node, "param_groups").values() if own else ()
     keys = [key for _, group in groups for _, key in _below(group, "params").values()]
     if len(keys) != len(own) or not all(isinstance(key, int | str) for key in keys):
         return {}

@@ -223,21 +223,23 @@ class Buffers:
             return
         slot = work.index % len(self._buffers)
         directories: dict[int, _Directory] = {}  # of the messages that other ranks of this host hold
-        for each in chain(work.packed, work.incoming):
-            message, holder, data = each.message, each.route.holder, each.data
+        for delivery in chain(work.packed, work.incoming):
+            message, holder, data = delivery.message, delivery.route.holder, delivery.data
             if message.ranges and message.reader not in work.statuses:
                 if holder != self._rank:
                     if holder not in directories:
                         memory = self._transport.buffer(slot, holder)
                         directories[holder] = _Directory(memory, self._transport.memory_of(holder))
-                    data = directories[holder].find(each)
-                yield Arrival(message.reader, message.nbytes, [] if each.is_in_place else _cut(message, data))
+                    data = directories[holder].find(delivery)
+                yield Arrival(
+                    message.reader, message.nbytes, [] if delivery.is_in_place else _cut(message, data)
+                )
 
     def _arrivals_in_slots(self, work: Round) -> Iterator[Arrival]:
         """Joins adjacent pieces, since each piece takes a copy of its own."""
         assert work.slots is not None
         memory, found = work.slots.memory, list[tuple[int, int, int]]()
-        by_reader = {each.message.reader: each for each in chain(work.packed, work.incoming)}
+        by_reader = {delivery.message.reader: delivery for delivery in chain(work.packed, work.incoming)}
         others_bytes = 0
         for reader in work.slots.each:
             if reader not in by_reader:

@@ -354,13 +354,13 @@ class Relay:
         receives: list[tuple[Delivery, Any]] = []
         try:
             receives += [
-                (each, self.wire.receive(each.data, each.route.source, each.message.reader))
-                for each in work.incoming
-                if each.route.source is not None
+                (delivery, self.wire.receive(delivery.data, delivery.route.source, delivery.message.reader))
+                for delivery in work.incoming
+                if delivery.route.source is not None
             ]
         except RuntimeError as error:
             work.broke(error)
-        self.bytes_in += sum(each.message.nbytes for each, _ in receives)
+        self.bytes_in += sum(delivery.message.nbytes for delivery, _ in receives)
         self._forwarding.submit(partial(self._forward_all, work, receives))
 
     def send(self, work: Round, rank: int, notice: _Notice | None) -> None:
@@ -369,8 +369,8 @@ class Relay:
             self._notify(work, rank, notice)
         if len(work.packed) < len(work.outgoing):
             self.wire.fail("this rank is lost to the load")
-        for each in work.packed:
-            self._send(work, each)
+        for delivery in work.packed:
+            self._send(work, delivery)
 
     def end(self) -> bool:
         """Ends the threads; returns whether they no longer use the connections.
@@ -398,8 +398,8 @@ class Relay:
         return self._forwarding.close(wait_s=wait_s) and self._sending.close(wait_s=wait_s)
 
     def _forward_all(self, work: Round, receives: Sequence[tuple[Delivery, Any]]) -> None:
-        for each, receive in receives:
-            self._forward(work, each, receive)
+        for delivery, receive in receives:
+            self._forward(work, delivery, receive)
         while work.error is None and not self._has_ended and not work.started.wait(TICK_S):
             pass
         if work.started.is_set():
@@ -411,9 +411,9 @@ class Relay:
         except RuntimeError:  # the system cannot start a thread
             self._await_sends(work)
 
-    def _forward(self, work: Round, each: Delivery, receive: Any) -> None:
+    def _forward(self, work: Round, delivery: Delivery, receive: Any) -> None:
         """Forwards a message, even if its receive failed, so that no rank waits for it."""
-        reader, source = each.message.reader, each.route.source
+        reader, source = delivery.message.reader, delivery.route.source
         assert source is not None
         try:
             receive.wait(self._timeout)
@@ -422,7 +422,7 @@ class Relay:
         except RuntimeError as error:
             work.broke(error)
             self._notify(work, reader, _Notice(FAILED, work.index))
-        self._send(work, each)
+        self._send(work, delivery)
 
     def _notify(self, work: Round, reader: int, notice: _Notice) -> None:
         """Records a notice, and forwards the first one about a reader."""
