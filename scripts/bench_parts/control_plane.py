@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import traceback
@@ -488,6 +489,7 @@ def _be_all_others(job: Job, measured: int, optimizer: str, port: int, path: Pat
             failed.append(error)
             raise
 
+    sys.setswitchinterval(10)  # else thousands of threads that wait for their turn wake up all the time
     threading.stack_size(_STACK_BYTES)
     threads = [
         threading.Thread(target=be, args=(rank,), daemon=True)

@@ -81,8 +81,11 @@ def sharded(state: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, tensor in state.items():
         mesh: Any = tensor.device_mesh
         replica, part = mesh.get_coordinate()
-        place = (0, part, mesh.size(1))
-        found[name] = ShardedTensor.from_rank_offsets(name, tensor.to_local(), place, replica_id=replica)
+        local, rows = tensor.to_local(), tensor.shape[0]
+        first = min(rows, part * -(-rows // mesh.size(1)))  # as torch cuts them, evenly or not
+        offset = (first, *(0,) * (tensor.dim() - 1))
+        shapes = tuple(local.shape), tuple(tensor.shape)
+        found[name] = ShardedTensor(name, local, local.dtype, *shapes, offset, None, replica)
     return found
 
 
