@@ -420,7 +420,7 @@ class _RoundBytes:
             for ranks, density in self._sharing.densities[share.group].items():
                 of_group = changes.setdefault((share.group, ranks), [0] * (num_rounds + 1))
                 for first, last, nbytes in _rounds_of(share, chunk_bytes):
-                    nbytes = min(nbytes + self._sharing.longest_unit_bytes, longest)
+                    nbytes = min(nbytes + self._sharing.longest_units[share.group], longest)
                     received = _Supplier(nbytes, density).most(nbytes)
                     of_group[first] += received
                     of_group[last + 1] -= received

@@ -206,7 +206,7 @@ def _save(world: World, state: Any, path: Path) -> None:
 
 def _load(world: World, state: Mapping[str, Any], path: Path) -> None:
     """Loads the shards of a state up to the first byte, and reports."""
-    options = LoadOptions(timeout_s=_TIMEOUT_S, strategy="allgather", staging_bytes=4 << 30)
+    options = LoadOptions(timeout_s=_TIMEOUT_S, strategy="allgather")
     location = locate(path)
     opened = open_access(world, location, None, options, {"path": location.given})
     session = Session(world, opened, options, Observers())
