@@ -429,8 +429,8 @@ class _RoundBytes:
             by_round = list(accumulate(of_group))
             for rank in received_by.keys() & set(ranks):
                 received_by[rank].append(by_round)
-        received = (max(map(sum, zip(*each, strict=True))) for each in received_by.values() if each)
-        return self._with_own(longest, max(received, default=0))
+        most = (max(map(sum, zip(*each, strict=True))) for each in received_by.values() if each)
+        return self._with_own(longest, max(most, default=0))
 
     def _with_own(self, longest: int, received: int) -> int:
         parts = (longest, self._sharing.packed.most(longest), received)

@@ -31,8 +31,8 @@ def load_arms() -> list[Arm]:
 def load_by_megatron(places: Places) -> State:
     from megatron.core import dist_checkpointing
 
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]  # there is none
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # there is none
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore
     loaded: State = dist_checkpointing.load(_state_of(places.target), f"{places.folder}/dcp")
     return loaded
 
@@ -73,7 +73,7 @@ def make_megatrons(folder: Path) -> None:
     torch.save({}, folder / "common.pt")
 
 
-def sharded(state: Mapping[str, Tensor]) -> dict[str, Any]:
+def sharded(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns DTensors, replicated over the first dimension of their mesh, as Megatron's sharded tensors."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
