@@ -61,6 +61,8 @@ from bench_parts.lab_control import (
 )
 from bench_parts.lab_shards import LAYOUTS, arms_of
 from bench_parts.lab_tables import print_regime
+from bench_parts.megatron_arms import LAYOUT as MEGATRON
+from bench_parts.megatron_arms import make_megatrons
 from bench_parts.prediction import print_predictions
 from bench_parts.quantised_weights import KINDS
 from bench_parts.tables import AS_IT_WAS, DEQUANTISED, FLOOR
@@ -90,7 +92,8 @@ def words(context: click.Context, parameter: click.Parameter, text: str) -> list
     default="none",
     type=click.Choice(["none", *LAYOUTS]),
     show_default=True,
-    help="What each host gets: all, or its part with FSDP over all hosts, HSDP of two replicas, TP 4 × DP.",
+    help="What each host gets: all, or its part with FSDP over all hosts, HSDP of two replicas, TP 4 × DP; "
+    "or as a sharded state of Megatron Core, TP 2 × DP (with PYTHONPATH=$(tests/megatron/setup)).",
 )
 @click.option(
     "--quantised",
@@ -176,7 +179,7 @@ def main(
     if quantised:
         names = [name for name in names if name in (FLOOR, "fastload auto", DEQUANTISED)]
     else:
-        names.remove(DEQUANTISED)
+        names = [name for name in names if name != DEQUANTISED]
     chosen = [*arms, FLOOR, AS_IT_WAS, *tuned]
     names = [name for name in names if not arms or any(part in name for part in chosen)]
     result: dict[str, Any] = {
@@ -195,6 +198,9 @@ def main(
         make = partial(make_quantised, kind=quantised) if quantised else make_checkpoint
         full = make(Path(folder, FULL), nbytes=size, num_files=num_files)
         small = make(Path(folder, SMALL), nbytes=_SMALL_BYTES, num_files=num_files)
+        if shards == MEGATRON:
+            for each in (full, small):
+                make_megatrons(each.folder / "dcp")
         result |= {"nbytes": full.nbytes}
         if not shards and not quantised and any(name.startswith("fastload") for name in names):
             result["unshaped_s"] = {

@@ -65,7 +65,7 @@ def main(
     settings = {"size": size, "repeats": repeats, "timeout_s": timeout_s, "root": f"{S3_ROOT}/saved"}
     settings |= {"endpoint": STORE_URL, "sftp": SFTP, "shards": shards or ""}
     for count in map(int, hosts):
-        every = make_arms(count, shards=shards is not None)
+        every = make_arms(count, layout=shards or "")
         names = [name for name in every if not arms or any(part in name for part in arms)]
         with Lab(count, rates, {}) as running:
             running.serve_store()

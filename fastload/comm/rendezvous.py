@@ -25,15 +25,17 @@ from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import xxhash
 
 from fastload.comm.responses import Column, join_responses, read_responses
-from fastload.comm.store import CallStore, Member, Versions, part_keys
+from fastload.comm.store import PART_BYTES, CallStore, Member, Versions, part_keys
 from fastload.errors import FastloadError
 
 # One number has three counts: responses, acknowledgements of the decision, impatient ranks.
 _ACKNOWLEDGED = 1 << 20
 _IMPATIENT = 1 << 40
 _IN_STORE, _IN_TREE, _LEFT = "store", "tree", "left"  # how a decision came about
+_IN_PARTS = "\x04"  # begins the value of a decision that is in parts
 _SEPARATOR = "\x03"  # between the response of a rank that leaves and earlier ones
 
 JOINING = "joining the other ranks"
@@ -169,7 +171,36 @@ class StoreStep:
 
     def put_decision(self, decision: str) -> str:
         """Stores a decision unless there is one; returns the one that is stored."""
-        return str(self._store.compare_set(self.decision, "", decision), "ascii")
+        keys, value = self._parts_of(decision), decision
+        if keys:
+            value = f"{_IN_PARTS}{keys[0].rpartition('/')[0]} {len(keys)}"
+            for number, key in enumerate(keys):
+                begin = number * PART_BYTES
+                self._store.set(key, decision[begin : begin + PART_BYTES])
+        found = str(self._store.compare_set(self.decision, "", value), "ascii")
+        return decision if found == value else self._complete(found)
+
+    def keys_of(self, decision: str) -> list[str]:
+        """Returns the keys that hold a decision."""
+        return [self.decision, *self._parts_of(decision)]
+
+    def _parts_of(self, decision: str) -> list[str]:
+        """Returns the keys of the parts of a decision; none if it fits into one value of the store.
+
+        Those of another decision are others: ranks may store theirs at the same time.
+        """
+        if len(decision) <= PART_BYTES:
+            return []
+        name = f"{self.decision}/{xxhash.xxh3_128_hexdigest(decision.encode())}"
+        return [f"{name}/{number}" for number in range(-(-len(decision) // PART_BYTES))]
+
+    def _complete(self, value: str) -> str:
+        """Returns the decision, given the value of its key."""
+        if not value.startswith(_IN_PARTS):
+            return value
+        name, num_parts = value.removeprefix(_IN_PARTS).split(" ")
+        parts = (self._store.get(f"{name}/{number}") for number in range(int(num_parts)))
+        return str(b"".join(parts), "ascii")
 
     def is_decided(self) -> bool:
         """Whether there is a decision."""
@@ -177,7 +208,15 @@ class StoreStep:
 
     def read(self) -> Decision:
         """Returns the decision, which must exist."""
-        return Decision.from_text(str(self._store.get(self.decision), "ascii"), self._size)
+        return Decision.from_text(self._complete(str(self._store.get(self.decision), "ascii")), self._size)
+
+    def all_keys(self) -> list[str]:
+        """Returns all keys of the step, also those of the parts of a decision, once there is one."""
+        keys = self.keys
+        if self._store.check([self.decision]):
+            value = str(self._store.get(self.decision), "ascii")
+            keys += self._parts_of(self._complete(value)) if value.startswith(_IN_PARTS) else []
+        return keys
 
     def acknowledge(self) -> bool:
         """Notes that this rank has read the decision; returns whether all have."""
@@ -453,7 +492,7 @@ class StoreRendezvous(CallStore):
             self._delete(["progress", "failed"] if failed else ["progress"])
 
     def _forget(self, step: int) -> None:
-        self._delete(self._step(step).keys + self._shared.pop(step, []))
+        self._delete(self._step(step).all_keys() + self._shared.pop(step, []))
 
     def _step(self, number: int) -> StoreStep:
         return StoreStep(self._store, str(number), self.member.size)

@@ -19,7 +19,7 @@ from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerEr
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PART_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
+PART_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
 _FIRST_POLL_S = 0.0005
 _POLL_OF_A_RANK_S = 0.0001  # roughly what the server takes for one
 _PROGRESS_PERIOD_S = 1.0
@@ -192,12 +192,12 @@ class CallStore:
 
     def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
         """Stores bytes under a name of their own; returns the keys that they take."""
-        starts = range(0, len(data), _PART_BYTES)
+        starts = range(0, len(data), PART_BYTES)
         keys = part_keys(place, len(starts))
 
         def leave() -> None:
             for key, start in zip(keys[1:], starts, strict=True):
-                self._store.set(key, data[start : start + _PART_BYTES])
+                self._store.set(key, data[start : start + PART_BYTES])
             self._store.set(keys[0], str(len(starts)))
             # The response shows that the store has all values; a set does not wait for one.
             self._store.check(keys[:1])

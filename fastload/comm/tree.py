@@ -515,7 +515,7 @@ class TreeRendezvous(StoreRendezvous):
             if self.ask(what, self.timeout_s, partial(place.put_decision, text)) != text:
                 raise TreeBroken  # others have decided in the store
             self._add_done(self._last)
-            self._last = self._full([place.decision])
+            self._last = self._full(place.keys_of(text))
         else:
             links.send([self._parent], tag, table, attachment)
             ((text, attachment),) = links.receive([self._parent], tag, look)

@@ -67,6 +67,7 @@ NO_VALUE: dict[str, Any] = {"PerRank": []}
 
 _DICTS = ("dict", "OrderedDict", "Counter")
 _ITEMS_AT = {"state_dict": 0, "defaultdict": 1, "coded": 2}
+_SCALARS = frozenset({int, float, bool, str, type(None)})
 _KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray", "json"})
 _NUM_NAMES = 2  # a list of the tensors, and the walk that makes the state
 _NUMBER_CHARS = 24  # more than most numbers take
@@ -256,7 +257,16 @@ def leaves(structure: Any, name: str = "") -> list[SavedTensor]:
     return found
 
 
+def has_only_scalars(node: Any) -> bool:
+    """Whether a node is a list or a tuple without containers, such as thousands of numbers."""
+    if type(node) is dict and node.keys() == {"tuple"}:
+        node = node["tuple"]
+    return type(node) is list and _SCALARS.issuperset(map(type, node))
+
+
 def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
+    if has_only_scalars(node):
+        return
     saved = leaf_of(node, name)
     if saved is not None:
         found.append(saved)

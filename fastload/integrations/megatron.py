@@ -32,6 +32,7 @@ from fastload import Box, LoadOptions, MismatchError, OptionError, PlanMismatch,
 from fastload.base.tracebacks import short_tracebacks
 from fastload.formats.names import METADATA_NAME, NAMES, own_names_or_dcp
 from fastload.formats.values import BYTES_IO
+from fastload.geometry.dtensors import is_dtensor
 from fastload.integrations.frameworks import refuse, step_of_all, unknown_version
 from fastload.loading.selection import GAP, Outline
 from fastload.options import chosen_options
@@ -76,7 +77,7 @@ _OBJECT_KEY = re.compile(r".+/shard_[\d.]*_[\d.]*", re.DOTALL)
 _NOT_SERIALIZABLE = "dp_cp_group"  # of the metadata of the content
 
 _BEGUN = replace(NAMES, others=(_COMMON_FILE, _CONFIG_FILE, METADATA_NAME), own=own_names_or_dcp)
-"""For a directory that Megatron has begun: its two files stay."""
+"""For `SaveStrategy`, in a directory that Megatron has begun: its two files are no checkpoint, and stay."""
 
 
 def _own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
@@ -85,6 +86,7 @@ def _own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
 
 
 _OWN = replace(_BEGUN, own=_own_names)
+"""For `save`, which writes Megatron's two files itself, and replaces those at its path."""
 
 
 def _require_no_strategies(what: str, sharded_strategy: Any, common_strategy: Any) -> None:
@@ -272,8 +274,10 @@ def _with_all_axes(one: ShardedTensor) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one box have the same bytes, such as tied weights."""
     is_view = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return is_view or bool(((one == other) | (one.isnan() & other.isnan())).all())
+    bytes_of = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return is_view or (one.dtype == other.dtype and torch.equal(*bytes_of))
 
 
 def _storable(value: Any) -> Any:
@@ -289,8 +293,14 @@ def _saved(common: Any) -> bytes:
     """Returns the common state as torch.save stores it.
 
     Raises:
-        OptionError: It holds objects that could not be loaded.
+        OptionError: It holds objects that could not be loaded, or DTensors, of which these would be the
+            shards of one rank.
     """
+    if (name := next(_dtensors(common), None)) is not None:
+        raise OptionError(
+            f"{name}: a DTensor, which Megatron saves with torch.distributed.checkpoint (fsdp_dtensor): take "
+            "the Writer of fastload.integrations.dcp"
+        )
     data = io.BytesIO()
     torch.save(common, data)
     try:
@@ -299,6 +309,15 @@ def _saved(common: Any) -> bytes:
         why = str(problem).partition("\n")[0]
         raise OptionError(f"the common state has what torch.load(weights_only=True) refuses: {why}") from None
     return data.getvalue()
+
+
+def _dtensors(value: Any, name: str = "") -> Iterator[str]:
+    """Yields the names of DTensors in a nested state."""
+    if isinstance(value, Tensor) and is_dtensor(value):
+        yield name
+    elif isinstance(value, dict | list | tuple):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _dtensors(member, f"{name}.{key}" if name else str(key))
 
 
 def _loaded(data: bytes) -> Any:
@@ -551,8 +570,8 @@ class _StateTargets:
                     missing[one.unique_key] = None
             elif one.key not in source.tensors:
                 missing[one.key] = None
-            else:
-                mismatched += self._add_tensor(one, source.tensors[one.key])
+            elif problem := self._add_tensor(one, source.tensors[one.key]):
+                mismatched.append(problem)
         if missing or mismatched:
             lines = [f"  missing in the checkpoint: {key}" for key in missing] + [
                 f"  {line}" for line in mismatched
@@ -576,8 +595,8 @@ class _StateTargets:
             return _loaded(self._common.numpy().tobytes())
         return self._common
 
-    def _add_tensor(self, one: ShardedTensor, stored: Tensor) -> Iterator[str]:
-        """Adds a tensor; yields why it does not fit."""
+    def _add_tensor(self, one: ShardedTensor, stored: Tensor) -> str:
+        """Adds a tensor, and memory for it if it has none; returns why it does not fit, or an empty text."""
         can_differ = one.allow_shape_mismatch
         if one.data is None:
             one.init_data("cpu", init_fn=torch.zeros if can_differ else torch.empty)
@@ -588,11 +607,12 @@ class _StateTargets:
             self._add(stored, box, data)
         elif not can_differ or stored.dim() != len(box.sizes):
             shapes = f"{list(stored.shape)} in the checkpoint, {list(one.global_shape)} in the state dict"
-            yield f"{one.key}: global shape {shapes}"
+            return f"{one.key}: global shape {shapes}"
         elif (common := box.intersect(Box.whole(stored.shape))) is not None:
             within = common.relative_to(box)
             pairs = zip(within.offsets, within.sizes, strict=True)
             self._add(stored, common, data[tuple(slice(begin, begin + size) for begin, size in pairs)])
+        return ""
 
     def _filled(self, value: Any, what: str) -> Any:
         """Returns a value with memory for its tensors."""
@@ -601,10 +621,13 @@ class _StateTargets:
             self._add(value, Box.whole(value.shape), memory)
             return memory
         if value is GAP:
-            raise OptionError(f"{what}: the checkpoint has something in it that fastload does not load")
+            raise OptionError(
+                f"{what}: the checkpoint has an object of a class that fastload does not load, such as an "
+                "argparse.Namespace; if Megatron saved it, load the directory from a mounted file system"
+            )
         if isinstance(value, dict):
             for key, member in value.items():
-                value[key] = self._filled(member, what)
+                value[key] = self._filled(member, f"{what}, {key!r}")
         elif type(value) is tuple and len(value) == 2 and value[0] == BYTES_IO and type(value[1]) is bytes:
             return io.BytesIO(value[1])
         elif type(value) in (list, tuple):

@@ -63,7 +63,6 @@ _ONE_NAME = "Different tensors, such as the experts of each rank, need different
 
 _warned: dict[str, set[str]] = {}
 """Folder of checkpoints → names of tensors in it whose replicas differ, and that a warning has named."""
-_last_map: list[ShardMap] = []  # at most one: a training saves states of the same placements
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _predict_shards(
         OptionError: A DTensor does not match its placements.
     """
     if not sharded and not options.parts:
-        return _shard_map(layout, world.size, None)
+        return ShardMap.of(layout, world.size, None)
     group = DTensorRanks(members_of(world.group), place="the state", call="save")
     problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
     if problems:
@@ -181,16 +180,7 @@ def _predict_shards(
             boxes[name] = of_all
         else:
             return None
-    return _shard_map(layout, world.size, boxes)
-
-
-def _shard_map(layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> ShardMap:
-    """Returns the shard map of the last save if it fits, else a new one."""
-    found = next((each for each in _last_map[:] if each.is_of(layout, num_ranks, boxes)), None)
-    if found is None:
-        found = ShardMap(layout, num_ranks, boxes)
-        _last_map[:] = [found]
-    return found
+    return ShardMap.of(layout, world.size, boxes)
 
 
 @lru_cache(maxsize=4096)  # equal boxes share one object, also from save to save

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastload.errors import PlanMismatch, first_lines
-from fastload.formats.state import children, leaf, leaves, read_keys
+from fastload.formats.state import children, has_only_scalars, leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.box import Box, overlap_of
 from fastload.geometry.shards import BY_HAND
@@ -49,7 +49,7 @@ def merge(variants: _Variants) -> tuple[Any, list[str]]:
 
 
 def _merge(variants: _Variants, path: tuple[Any, ...], problems: list[str]) -> Any:
-    variants = _distinct(variants)
+    variants = _distinct(variants) if len(variants) > 1 else variants
     first = variants[0][0]
     if len(variants) == 1:
         return first
@@ -89,13 +89,13 @@ def _merge_elements(variants: _Variants, path: tuple[Any, ...], problems: list[s
 def _merge_items(variants: _Variants, path: tuple[Any, ...], problems: list[str]) -> list[Any]:
     of_key: dict[str, list[tuple[Any, Sequence[int]]]] = {}
     nodes: dict[str, Any] = {}
-    order: list[str] = []
+    order = _KeyOrder()
     for items, ranks in variants:
         keys = [json.dumps(node) for node in items[::2]]
         for key, node, child in zip(keys, items[::2], items[1::2], strict=True):
             nodes.setdefault(key, node)
             of_key.setdefault(key, []).append((child, ranks))
-        order = _merge_order(order, keys)
+        order.add(keys)
     merged: list[Any] = []
     for key in order:
         [name] = read_keys([nodes[key]])
@@ -103,17 +103,37 @@ def _merge_items(variants: _Variants, path: tuple[Any, ...], problems: list[str]
     return merged
 
 
-def _merge_order(known: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Returns the known keys in their order, and each new one before the next known one."""
-    is_known, before = set(known), dict[str | None, list[str]]()
-    waiting: list[str] = []
-    for key in keys:
-        if key in is_known:
-            before[key], waiting = waiting, []
-        else:
-            waiting.append(key)
-    merged = [one for key in known for one in (*before.get(key, ()), key)]
-    return [*merged, *waiting]
+class _KeyOrder:
+    """The keys of several dicts in their order: each new one is before the next known one.
+
+    A linked list, since a state may have hundreds of variants with keys of their own.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[str | None, str | None] = {None: None}  # None is before the first, after the last
+        self._previous: dict[str | None, str | None] = {None: None}
+
+    def add(self, keys: Sequence[str]) -> None:
+        """Adds the keys of a dict."""
+        new: list[str] = []
+        for key in (*keys, None):
+            if key is not None and key not in self._next:
+                new.append(key)
+                continue
+            for each in new:
+                self._insert(each, key)
+            new = []
+
+    def _insert(self, key: str, before: str | None) -> None:
+        previous = self._previous[before]
+        self._next[previous] = self._previous[before] = key
+        self._next[key], self._previous[key] = before, previous
+
+    def __iter__(self) -> Iterator[str]:
+        key = self._next[None]
+        while key is not None:
+            yield key
+            key = self._next[key]
 
 
 def _distinct(variants: _Variants) -> list[tuple[Any, Sequence[int]]]:
@@ -198,7 +218,7 @@ def merge_states(
     structure, specs = _merge_forms(variants, outcome)
     layout = lay_out_files(specs, options, stem)
     by_rank, meshes = _boxes_by_rank(boxes)
-    shard_map = ShardMap(layout, len(forms), by_rank)
+    shard_map = ShardMap.of(layout, len(forms), by_rank)
     if missing := shard_map.missing():
         _refuse("the ranks together do not have the whole state", missing, outcome)
     return MergedState(structure, specs, layout, shard_map, meshes, _first_strides(variants))
@@ -253,6 +273,8 @@ def _unequal_own_values(variants: Sequence[tuple[Any, Sequence[int]]]) -> list[s
 
 
 def _num_places(node: Any) -> int:
+    if has_only_scalars(node):
+        return 0
     if isinstance(node, list):
         return sum(map(_num_places, node))
     if not isinstance(node, dict):
@@ -308,18 +330,34 @@ def _unpack_boxes(packed: bytes) -> Iterator[tuple[str, BoxesAndMesh]]:
     return ((name, kinds[number]) for name, number in columns)
 
 
-def _boxes_by_rank(
-    packed: Sequence[bytes],
-) -> tuple[dict[str, BoxesByRank], dict[str, frozenset[str]]]:
+def _boxes_by_rank(packed: Sequence[bytes]) -> _BoxesOfAll:
     """Returns for each tensor the boxes of each rank, and the meshes, by the `pack_boxes` of the ranks.
 
-    Equal ones share one object.
+    Equal ones share one object, also from save to save.
     """
+    for last, found in _last_boxes[:]:
+        if last == packed:
+            return found
+    found = _unpacked_by_rank(packed)
+    _last_boxes[:] = [(packed, found)]
+    return found
+
+
+_BoxesOfAll = tuple[dict[str, "BoxesByRank"], dict[str, frozenset[str]]]
+_last_boxes: list[tuple[Sequence[bytes], _BoxesOfAll]] = []  # at most one; see `ShardMap.of`
+
+
+def _unpacked_by_rank(packed: Sequence[bytes]) -> _BoxesOfAll:
     numbers: dict[BoxesAndMesh, int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
+    known_packed: dict[bytes, list[tuple[str, int]]] = {}  # replicas hold the same
     for rank, of_rank in enumerate(packed):
-        for name, boxes in _unpack_boxes(of_rank):
-            columns[name].extend((rank, numbers.setdefault(boxes, len(numbers))))
+        if of_rank not in known_packed:
+            known_packed[of_rank] = [
+                (name, numbers.setdefault(boxes, len(numbers))) for name, boxes in _unpack_boxes(of_rank)
+            ]
+        for name, number in known_packed[of_rank]:
+            columns[name].extend((rank, number))
     kinds = list(numbers)
     known: dict[bytes, tuple[BoxesByRank, frozenset[str]]] = {}
     for column in columns.values():

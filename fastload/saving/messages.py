@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
+from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.saving.layout import Layout
@@ -134,7 +135,7 @@ def plan_messages(
                 _messages_for(layout, shard_map, share, rank, index, members)
                 for index in range(len(share.parts))
             ]
-            batches = _batches(share.parts, batch_bytes)
+            batches = _batches(share, batch_bytes)
         others = {writer: of_writer for writer, of_writer in of_group.items() if writer != rank}
         if others:
             outgoing += _outgoing(layout, shard_map, others, rank, members, batch_bytes)
@@ -142,6 +143,46 @@ def plan_messages(
     # Ranks begin with different writers.
     outgoing.sort(key=lambda message: (message.number, (message.writer - rank) % num_ranks))
     return MessagePlan(own, batches, outgoing)
+
+
+def receiving_writers(
+    layout: Layout, shard_map: ShardMap, ranges: Mapping[int, Sequence[ByteRange]], rank: int
+) -> set[int]:
+    """Returns the writers of a copy to which a rank may send bytes, and the rank itself if it writes.
+
+    They write bytes of its shards, or hash the block in which one of these begins. In a large job these are
+    few of all.
+
+    Args:
+        layout: The files.
+        shard_map: Which ranks hold which of their bytes.
+        ranges: The ranges of each writer.
+        rank: The rank.
+    """
+    written = Intervals(
+        ((each.file, each.offset), (each.file, each.end), writer)
+        for writer, of_writer in ranges.items()
+        for each in of_writer
+    )
+    found = {rank} & ranges.keys()
+    for _, entry, shard in _own_shards(layout, shard_map, rank):
+        begin, end = entry.offset + shard.runs.start, entry.offset + shard.runs.end
+        found.update(written.overlapping((entry.file, begin), (entry.file, end)))
+        if (block := layout.blocks.at(entry.file, begin)) is not None:
+            found.update(written.overlapping((entry.file, block.offset), (entry.file, block.offset + 1)))
+    return found
+
+
+def _own_shards(
+    layout: Layout, shard_map: ShardMap, rank: int
+) -> Iterator[tuple[int, TensorEntry, MappedShard]]:
+    """Yields the shards that a rank holds, each with its tensor and the number of that."""
+    own: dict[TensorShards, list[MappedShard]] = {}
+    for number, (entry, kind) in enumerate(zip(layout.space.ranges, shard_map.tensors, strict=True)):
+        if kind not in own:
+            own[kind] = [shard for shard in kind.shards if rank in shard.holders]
+        for shard in own[kind]:
+            yield number, entry, shard
 
 
 def positions_in(layout: Layout, part: ByteRange, message: ShardMessage) -> list[Runs]:
@@ -198,7 +239,7 @@ def _outgoing(
     return [
         message
         for writer, messages in of_writer.items()
-        for message in _batched(messages, _batches(shares[writer].parts, batch_bytes))
+        for message in _batched(messages, _batches(shares[writer], batch_bytes))
     ]
 
 
@@ -232,37 +273,41 @@ def _found_parts(
 ) -> _FoundRanges:
     """Finds the bytes that writers need from a rank."""
     known = Intervals(
-        ((part.file, part.offset), (part.file, part.end), (part, writer, index))
+        ((run.file, run.begin), (run.file, run.end), (writer, run))
         for writer, share in shares.items()
-        for index, part in enumerate(share.parts)
+        for run in share.runs
     )
     found: dict[tuple[int, int], list[ShardRange]] = {}
-    own: dict[TensorShards, list[MappedShard]] = {}
-    for number, (entry, kind) in enumerate(zip(layout.space.ranges, shard_map.tensors, strict=True)):
-        if kind not in own:
-            own[kind] = [shard for shard in kind.shards if rank in shard.holders]
-        for shard in own[kind]:
-            first = entry.file, entry.offset + shard.runs.start
-            last = entry.file, entry.offset + shard.runs.end
-            for part, writer, index in known.overlapping(first, last):
-                if _sender(shard.holders, shares[writer].origins[index], members) != rank:
+    for number, entry, shard in _own_shards(layout, shard_map, rank):
+        first = entry.file, entry.offset + shard.runs.start
+        last = entry.file, entry.offset + shard.runs.end
+        for writer, run in known.overlapping(first, last):
+            if run.writer != rank and run.writer in shard.holders:
+                continue  # it contributes the bytes itself
+            for index in run.within(first[1], last[1]):
+                if _sender(shard.holders, run.origin(index), members) != rank:
                     continue
+                part = run.part(index)
                 begin = shard.runs.before(part.offset - entry.offset)
                 end = shard.runs.before(part.end - entry.offset)
                 if begin < end:
-                    found.setdefault((writer, index), []).append(ShardRange(number, shard, begin, end))
+                    place = writer, run.first + index
+                    found.setdefault(place, []).append(ShardRange(number, shard, begin, end))
     return found
 
 
-def _batches(parts: Sequence[ByteRange], batch_bytes: int) -> list[range]:
+def _batches(share: WriterShare, batch_bytes: int) -> list[range]:
     """Returns the parts of a writer in batches."""
-    firsts, nbytes = [0], 0
-    for index, part in enumerate(parts):
-        if nbytes and nbytes + part.nbytes > batch_bytes:
-            firsts.append(index)
-            nbytes = 0
-        nbytes += part.nbytes
-    return [range(first, end) for first, end in pairwise([*firsts, len(parts)])]
+    firsts, nbytes, index = [0], 0, 0
+    for run in share.runs:
+        for number in range(run.num_parts):
+            part_bytes = run.part(number).nbytes
+            if nbytes and nbytes + part_bytes > batch_bytes:
+                firsts.append(index)
+                nbytes = 0
+            nbytes += part_bytes
+            index += 1
+    return [range(first, end) for first, end in pairwise([*firsts, index])]
 
 
 def _batched(messages: Sequence[ShardMessage], batches: Sequence[range]) -> Iterator[ShardMessage]:

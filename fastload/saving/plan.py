@@ -13,7 +13,7 @@ from fastload.options import named_staging
 from fastload.saving.agree import RankState, SaveAgreement
 from fastload.saving.call import SaveCall
 from fastload.saving.layout import Layout
-from fastload.saving.messages import MessagePlan, plan_messages
+from fastload.saving.messages import MessagePlan, plan_messages, receiving_writers
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.split import (
     WriterGroup,
@@ -233,10 +233,11 @@ def _plan(
     shares = []
     for group in groups:
         ranges = split(layout, shard_map, group.writers, align_bytes)
-        writers = None
-        if shard_map.is_replicated:  # the others need nothing from this rank
-            writers = hashing_writers(layout, ranges, rank) if rank in ranges else ()
-        shares.append(cut_shares(layout, ranges, part_bytes, writers))
+        if not shard_map.is_replicated:
+            writers = receiving_writers(layout, shard_map, ranges, rank)
+        else:  # the others need nothing from this rank
+            writers = hashing_writers(layout, ranges, rank) if rank in ranges else set()
+        shares.append(cut_shares(layout, ranges, part_bytes, sorted(writers)))
     members = [group.members for group in groups]
     messages = plan_messages(layout, shard_map, shares, rank, members, batch_bytes)
     own = [of_group[rank] for of_group in shares if rank in of_group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from fastload.saving.shard_map import Intervals, MappedShard, ShardMap, TensorSh
 from fastload.transfer.demand import deal
 
 _MAX_HOLDERS = 8  # of a unit: with more holders of parts of it, it matters little which rank writes it
+_UNITS_OF_A_SHARE = 8192  # at least, of a long share; a unit of several holders' bytes is exchanged
 _MOST_UNEVEN = 1 / 32, 1 << 20  # the most that a writer may have above the mean: a part of it, or bytes
 
 
@@ -60,21 +62,88 @@ def choose_writers(hosts: Sequence[str], *, writers: int | str, shared: bool) ->
 
 
 @dataclass(frozen=True)
+class PartRun:
+    """Consecutive parts of a share, of one range that one writer writes: arithmetic in place of a list.
+
+    Attributes:
+        first: Number of its first part in the share.
+        file: Index of the file.
+        begin: First byte in the file.
+        end: The byte after the last one.
+        grid: Where the range that is written begins; its parts are counted from there.
+        part_bytes: Most bytes of a part.
+        writer: The rank that writes the range.
+        number: Number of the range among those of that writer.
+        is_tail: Whether the share's writer only hashes the parts.
+    """
+
+    first: int
+    file: int
+    begin: int
+    end: int
+    grid: int
+    part_bytes: int
+    writer: int
+    number: int
+    is_tail: bool
+
+    @property
+    def _skipped(self) -> int:
+        return (self.begin - self.grid) // self.part_bytes
+
+    @property
+    def num_parts(self) -> int:
+        """Number of its parts."""
+        return -(-(self.end - self.grid) // self.part_bytes) - self._skipped
+
+    def part(self, index: int) -> ByteRange:
+        """Returns one of its parts."""
+        at = self.grid + (self._skipped + index) * self.part_bytes
+        begin = max(at, self.begin)
+        return ByteRange(self.file, begin, min(at + self.part_bytes, self.end) - begin)
+
+    def origin(self, index: int) -> tuple[int, int]:
+        """Returns the origin of one of its parts; see `WriterShare.origins`."""
+        return self.writer, self.number + self._skipped + index
+
+    def within(self, begin: int, end: int) -> range:
+        """Returns the parts with bytes in a range of the file, which overlaps this one."""
+        first = (max(begin, self.begin) - self.grid) // self.part_bytes
+        last = (min(end, self.end) - 1 - self.grid) // self.part_bytes
+        return range(first - self._skipped, last - self._skipped + 1)
+
+
+@dataclass(frozen=True)
 class WriterShare:
     """The bytes that one writer hashes and writes.
 
     Attributes:
         ranges: The ranges that it writes, in file order.
-        parts: The same ranges cut into parts, and the tails.
-        tails: Numbers of the parts that it only hashes: the rest of blocks that begin in a range.
-        origins: For each part, the writer that writes it, and a number of it there. They decide which holder
-            contributes it, so that a tail has the bytes that are written.
+        runs: The same ranges in parts, and the tails.
     """
 
     ranges: Sequence[ByteRange] = ()
-    parts: Sequence[ByteRange] = ()
-    tails: frozenset[int] = frozenset()
-    origins: Sequence[tuple[int, int]] = ()
+    runs: Sequence[PartRun] = ()
+
+    @cached_property
+    def parts(self) -> list[ByteRange]:
+        """The parts. Those of all writers of a large job are millions."""
+        return [run.part(index) for run in self.runs for index in range(run.num_parts)]
+
+    @cached_property
+    def tails(self) -> frozenset[int]:
+        """Numbers of the parts that it only hashes: the rest of blocks that begin in a range."""
+        return frozenset(
+            run.first + index for run in self.runs if run.is_tail for index in range(run.num_parts)
+        )
+
+    @cached_property
+    def origins(self) -> list[tuple[int, int]]:
+        """For each part, the writer that writes it, and a number of it there.
+
+        They decide which holder contributes it, so that a tail has the bytes that are written.
+        """
+        return [run.origin(index) for run in self.runs for index in range(run.num_parts)]
 
     @property
     def nbytes(self) -> int:
@@ -102,31 +171,28 @@ def cut_shares(
         for number, each in enumerate(of_writer)
     )
 
-    def cut(within: ByteRange) -> Iterator[tuple[ByteRange, tuple[int, int]]]:
-        """Yields the parts of a range, which writers may share, with their origins."""
+    def cut(within: ByteRange, first: int, *, is_tail: bool = False) -> Iterator[PartRun]:
+        """Yields the parts of a range, which writers may share."""
         file = within.file
         for writer, number, each in written.overlapping((file, within.offset), (file, within.end)):
-            first, end = max(each.offset, within.offset), min(each.end, within.end)
-            index = (first - each.offset) // part_bytes
-            for at in range(each.offset + index * part_bytes, end, part_bytes):
-                begin = max(at, first)
-                yield ByteRange(file, begin, min(at + part_bytes, end) - begin), (writer, number + index)
-                index += 1
+            begin, end = max(each.offset, within.offset), min(each.end, within.end)
+            run = PartRun(first, file, begin, end, each.offset, part_bytes, writer, number, is_tail)
+            first += run.num_parts
+            yield run
 
     shares = {}
     for writer in ranges if writers is None else writers:
-        parts: list[tuple[ByteRange, tuple[int, int]]] = []
-        tails = set[int]()
+        runs: list[PartRun] = []
         for each in ranges[writer]:
-            parts += cut(each)
+            runs += cut(each, _num_parts(runs))
             if tail := layout.tail_of(each):
-                first = len(parts)
-                parts += cut(tail)
-                tails.update(range(first, len(parts)))
-        shares[writer] = WriterShare(
-            ranges[writer], [part for part, _ in parts], frozenset(tails), [origin for _, origin in parts]
-        )
+                runs += cut(tail, _num_parts(runs), is_tail=True)
+        shares[writer] = WriterShare(ranges[writer], runs)
     return shares
+
+
+def _num_parts(runs: Sequence[PartRun]) -> int:
+    return runs[-1].first + runs[-1].num_parts if runs else 0
 
 
 def hashing_writers(layout: Layout, ranges: Mapping[int, Sequence[ByteRange]], writer: int) -> set[int]:
@@ -172,6 +238,7 @@ def split(
     if shard_map.is_replicated or align_bytes is None:
         evenly = split_evenly(layout, num_writers=len(writers), align_bytes=align_bytes)
         return dict(zip(writers, evenly, strict=True))
+    align_bytes = _unit_bytes(layout.nbytes // len(writers), align_bytes)
     by_holders: dict[tuple[int, ...], list[ByteRange]] = {}
     for file, ranges in enumerate(_held_ranges(layout, shard_map, frozenset(writers), align_bytes)):
         for begin, end, holders in _ranges_in_units(ranges, layout.files[file].nbytes, align_bytes):
@@ -187,6 +254,12 @@ def split(
             found[writer].append(ByteRange(file, offset + start, stop - start))
     _even_out(found, align_bytes)
     return {writer: merged(sorted(ranges)) for writer, ranges in found.items()}
+
+
+def _unit_bytes(share_bytes: int, align_bytes: int) -> int:
+    """Returns a multiple of an alignment with which a share has not too many units: planning takes time."""
+    most = max(1, share_bytes // _UNITS_OF_A_SHARE // align_bytes)
+    return align_bytes << (most.bit_length() - 1)
 
 
 def split_evenly(

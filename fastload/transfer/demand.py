@@ -278,6 +278,15 @@ class SharingGroups:
         """Length of the longest range that is not cut."""
         return min(self.unit_bytes, max((entry.nbytes for entry in self.tensors), default=0))
 
+    @cached_property
+    def longest_units(self) -> list[int]:
+        """For each group, the length of the longest range that is not cut."""
+        found = [0] * len(self.nbytes)
+        for segments in self._kinds:
+            for _, nbytes, group, _ in segments:
+                found[group] = max(found[group], min(nbytes, self.unit_bytes))
+        return found
+
     def spaces(self, groups: Collection[int]) -> dict[int, Space[_Placed]]:
         """Returns the segments of some groups, in the order of the checkpoint."""
         chosen = set(groups)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import json
 import os
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -52,8 +54,8 @@ class Links:
         self._groups: dict[int, list[Any]] = {}
         self._listeners: list[socket.socket] = []
 
-    def open(self, ranks: Collection[int]) -> dict[str, list[str]]:
-        """Prepares connections to other ranks; returns the addresses for each of them.
+    def open(self, ranks: Collection[int]) -> str:
+        """Prepares connections to other ranks; returns the addresses for each of them, packed.
 
         Args:
             ranks: The other ranks; those that are connected already get no address.
@@ -69,10 +71,12 @@ class Links:
                 rank: [_Connection(device, int(self._rank > rank), self._timeout) for device in self._devices]
                 for rank in missing
             }
-            return {
-                str(rank): [base64.b85encode(connection.address()).decode() for connection in connections]
-                for rank, connections in self._opening.items()
-            }
+            return _packed(
+                {
+                    str(rank): [base64.b85encode(connection.address()).decode() for connection in connections]
+                    for rank, connections in self._opening.items()
+                }
+            )
         except RuntimeError as error:
             raise WorldError(f"no rank could connect to this one: {error}") from error
 
@@ -97,14 +101,15 @@ class Links:
         while self._listeners:
             self._listeners.pop().close()
 
-    def find(self, addresses: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+    def find(self, addresses: Mapping[int, str]) -> None:
         """Sets the addresses of the other ranks, which identify these connections.
 
         Args:
             addresses: Result of `open` on each rank, in the same order on all of them.
         """
         for rank, connections in self._opening.items():
-            for connection, peer in zip(connections, addresses[rank][str(self._rank)], strict=True):
+            peers = _unpacked(addresses[rank])[str(self._rank)]
+            for connection, peer in zip(connections, peers, strict=True):
                 connection.peer = base64.b85decode(peer)
         self.token = self.token or xxhash.xxh3_64_hexdigest(repr(addresses).encode())
 
@@ -170,6 +175,18 @@ class Links:
     def _group(self, rank: int, tag: int) -> Any:
         groups = self._groups[rank]
         return groups[tag % len(groups)]
+
+
+def _packed(addresses: Mapping[str, Sequence[str]]) -> str:
+    """Packs addresses, most of whose bytes are the same: every rank of a job gets them. Empty without any."""
+    if not addresses:
+        return ""
+    return base64.b85encode(zlib.compress(json.dumps(addresses).encode())).decode()
+
+
+def _unpacked(packed: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(zlib.decompress(base64.b85decode(packed)))
+    return found
 
 
 class _Connection:

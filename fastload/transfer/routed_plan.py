@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 from typing import ClassVar, NamedTuple
 
@@ -394,17 +395,46 @@ class _RoundBytes:
 
     def __init__(self, sharing: SharingGroups, shares: Sequence[Share]) -> None:
         self._sharing = sharing
+        self._shares = shares
         self._suppliers = _suppliers(sharing, shares)
         self._known: dict[int, int] = {}
 
     def bytes(self, chunk_bytes: int) -> int:
-        """Returns the bytes that a rank reads, packs and receives in a round."""
+        """Returns the bytes that a rank reads, packs and receives in a round, if all readers send at once."""
         if chunk_bytes not in self._known:
             longest = chunk_bytes + self._sharing.longest_unit_bytes
             received = (sum(one.most(longest) for one in of_rank) for of_rank in self._suppliers)
-            parts = (longest, self._sharing.packed.most(longest), max(received, default=0))
-            self._known[chunk_bytes] = sum(round_up(part, PAGE_BYTES) for part in parts)
+            self._known[chunk_bytes] = self._with_own(longest, max(received, default=0))
         return self._known[chunk_bytes]
+
+    def bytes_in_rounds(self, chunk_bytes: int) -> int:
+        """As `bytes`, but by the round in which each share is read; takes longer.
+
+        Readers of a large job send to a rank at different times.
+        """
+        longest = chunk_bytes + self._sharing.longest_unit_bytes
+        num_rounds = max((-(-_end_of(share) // chunk_bytes) for share in self._shares), default=0)
+        # For each group and recipients, the change of the bytes from round to round.
+        changes: dict[tuple[int, Ranks], list[int]] = {}
+        for share in self._shares:
+            for ranks, density in self._sharing.densities[share.group].items():
+                of_group = changes.setdefault((share.group, ranks), [0] * (num_rounds + 1))
+                for first, last, nbytes in _rounds_of(share, chunk_bytes):
+                    nbytes = min(nbytes + self._sharing.longest_units[share.group], longest)
+                    received = _Supplier(nbytes, density).most(nbytes)
+                    of_group[first] += received
+                    of_group[last + 1] -= received
+        received_by: dict[int, list[list[int]]] = {ranks[0]: [] for ranks in self._sharing.requests.ranks}
+        for (_, ranks), of_group in changes.items():
+            by_round = list(accumulate(of_group))
+            for rank in received_by.keys() & set(ranks):
+                received_by[rank].append(by_round)
+        most = (max(map(sum, zip(*each, strict=True))) for each in received_by.values() if each)
+        return self._with_own(longest, max(most, default=0))
+
+    def _with_own(self, longest: int, received: int) -> int:
+        parts = (longest, self._sharing.packed.most(longest), received)
+        return sum(round_up(part, PAGE_BYTES) for part in parts)
 
     def fitting(self, chunk_bytes: int, staging_bytes: int) -> int:
         """Returns the longest chunk, up to a length, of which several rounds fit, or else one."""
@@ -428,6 +458,8 @@ class _RoundBytes:
             OptionError: Not even one round fits.
         """
         buffer_bytes = self.bytes(chunk_bytes)
+        if buffer_bytes > staging_bytes:
+            buffer_bytes = self.bytes_in_rounds(chunk_bytes)
         depth = min(MAX_DEPTH, staging_bytes // buffer_bytes)
         if depth < 1:
             blocks, num_readers = self._sharing.block_bytes, max(map(len, self._suppliers), default=0)
@@ -453,6 +485,25 @@ class _Supplier(NamedTuple):
         """Returns the most bytes of one chunk that the rank receives; more than a chunk if boxes overlap."""
         nbytes = min(self.nbytes, chunk_bytes)
         return min(ceil(max(self.density.fraction, 1.0) * nbytes), self.density.most(nbytes))
+
+
+def _end_of(share: Share) -> int:
+    """Returns where a share ends among all bytes of its reader."""
+    return share.start + share.end - share.begin
+
+
+def _rounds_of(share: Share, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yields first round, last round, and the bytes that are read of a share in each of these."""
+    begin, end = share.start, _end_of(share)
+    first, last = begin // chunk_bytes, (end - 1) // chunk_bytes
+    if first >= last:
+        if begin < end:
+            yield first, last, end - begin
+        return
+    yield first, first, (first + 1) * chunk_bytes - begin
+    if first + 1 < last:
+        yield first + 1, last - 1, chunk_bytes
+    yield last, last, end - last * chunk_bytes
 
 
 def _suppliers(sharing: SharingGroups, shares: Sequence[Share]) -> list[list[_Supplier]]:

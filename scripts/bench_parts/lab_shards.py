@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import empty
 
-from bench_parts import lab_arms, quantised_weights, sharded
+from bench_parts import lab_arms, megatron_arms, quantised_weights, sharded
 from bench_parts.baselines import State
 from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned, prefetch
 from bench_parts.tables import AS_IT_WAS, DEQUANTISED, FLOOR
@@ -24,6 +24,7 @@ _TP = 4
 LAYOUTS: dict[str, Callable[[int], tuple[str, str]]] = {
     "fsdp": lambda ranks: (f"{ranks}", "shard(0)"),
     "hsdp": lambda ranks: (f"2x{ranks // 2}", "replicate,shard(0)"),
+    megatron_arms.LAYOUT: lambda ranks: (f"{ranks // 2}x2", "replicate,shard(0)"),
     "tp": lambda ranks: (f"{ranks // min(_TP, ranks)}x{min(_TP, ranks)}", "replicate,shard(1)"),
 }
 
@@ -71,6 +72,8 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
     """Returns the arms that can load into a layout; see `make_arms`."""
     if not layout:
         return make_arms(tuned)
+    if layout == megatron_arms.LAYOUT:
+        return [Arm(FLOOR, floor), *megatron_arms.load_arms()]
     peers = {
         "torch DCP": (sharded.dcp_directory, "dcp"),
         "torch DCP, safetensors": (sharded.dcp_safetensors, "safetensors"),

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from bench_parts import megatron_arms
 from bench_parts.save_arms import State, nbytes_of
 from bench_parts.save_shards import dcp_save_consolidated, local_parts
 from fastload import SaveOptions, SaveReport
@@ -34,20 +35,26 @@ _NUM_REQUESTS = 2  # as many as a rank of fastload's has under way
 CONSOLIDATED = "dcp.save, consolidating (mount)"
 
 
-def make_arms(num_hosts: int, *, shards: bool) -> dict[str, Callable[..., Any]]:
-    """Returns the arms by name; fastload's with 1, 2, 4, … writers, or 1 and all where ranks have shards."""
+def make_arms(num_hosts: int, *, layout: str) -> dict[str, Callable[..., Any]]:
+    """Returns the arms by name; fastload's with 1, 2, 4, … writers, or 1 and all where ranks have shards.
+
+    Args:
+        num_hosts: Number of hosts.
+        layout: What they have of the state; empty for all.
+    """
     counts = [1 << power for power in range(num_hosts.bit_length()) if 1 << power < num_hosts]
     whole = {
         "torch.save to a file, then boto3, rank 0": torch_save_then_upload,
         "torch.save through s3fs, rank 0": torch_save_to_s3fs,
     }
-    if shards:
+    if layout:
         counts, whole = counts[:1], {CONSOLIDATED: dcp_save_consolidated}
     return {
         **whole,
         "dcp.save through s3fs": dcp_save_to_s3fs,
         "plain parallel upload": plain_upload,
         **{writers_arm(count): FastloadSave(count) for count in [*counts, num_hosts]},
+        **({"fastload megatron": megatron_arms.Save(num_hosts)} if layout == megatron_arms.LAYOUT else {}),
     }
 
 

@@ -35,7 +35,7 @@ class Job(Ranks):
     def run(self) -> None:
         """A small state first: imports and first uses are over then, and what cannot run is known."""
         shards = self.settings["shards"]
-        arms = make_arms(dist.get_world_size(), shards=bool(shards))
+        arms = make_arms(dist.get_world_size(), layout=shards)
         small, full = (shard(make_state(size), shards) for size in (_SMALL_BYTES, self.settings["size"]))
         working = [name for name in self.settings["arms"] if self.run_once(name, arms[name], small, turn=-1)]
         for turn in range(self.settings["repeats"]):

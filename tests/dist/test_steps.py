@@ -67,6 +67,20 @@ def test_answers_come_to_all_ranks(rank: int, world: int) -> None:
     group.acknowledge()
 
 
+@pytest.mark.parametrize("in_store", [False, True], ids=["tree", "store"])
+@ranks(2)
+def test_answers_may_be_longer_than_a_value_of_the_store(rank: int, world: int, in_store: bool) -> None:
+    """As the addresses that thousands of ranks exchange are."""
+    group = joined()
+    if in_store:
+        group.rendezvous.disconnect()
+    for length in (2 << 20, 5 << 20) if not in_store else (3 << 20,):
+        with group.step("exchanging addresses") as step:
+            step.answer(str(rank) * length)
+        assert step.answers == ["0" * length, "1" * length]
+    group.acknowledge()
+
+
 @ranks(1, 3)
 def test_a_rank_that_does_not_answer_fails_those_who_ask_for_answers(rank: int, world: int) -> None:
     group = joined()

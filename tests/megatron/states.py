@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTe
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
-LAYERS, HIDDEN, VOCABULARY = 4, 8, 61
+LAYERS, HIDDEN, VOCABULARY, EXPERTS = 4, 8, 61, 8
 
 
 class Parallel(NamedTuple):
@@ -114,6 +114,36 @@ def state_of(parallel: Parallel, *, filled: bool = True) -> dict[str, Any]:
         "args": Namespace(num_layers=LAYERS, name="gpt") if filled else None,
         "local": LocalNonpersistentObject({"rank": parallel.rank}),
     }
+
+
+def experts_of(ep: int, rank: int, *, filled: bool = True) -> dict[str, Any]:
+    """Returns the sharded state dict of a rank with experts; expert parallel groups are replicas."""
+    at, replica = rank % ep, rank // ep
+    state: dict[str, Any] = {}
+
+    def add(name: str, full: Tensor, place: tuple[int, ...], *offsets: Any, replica_id: Any) -> None:
+        data = full[place].clone() if filled else torch.zeros_like(full[place])
+        key = f"decoder.layers.mlp.{name.partition(' ')[0]}"
+        state[name] = ShardedTensor.from_rank_offsets(
+            key, data, *offsets, replica_id=replica_id, prepend_axis_num=len(place)
+        )
+
+    router = whole("router", (LAYERS, EXPERTS, HIDDEN), torch.float32)
+    weights = whole("experts", (LAYERS, EXPERTS, 4 * HIDDEN, HIDDEN), torch.bfloat16)
+    for layer in range(LAYERS):
+        add(f"router.weight {layer}", router, (layer,), (0, layer, LAYERS), replica_id=(0, 0, rank))
+        for expert in range(at * EXPERTS // ep, (at + 1) * EXPERTS // ep):
+            place = (0, layer, LAYERS), (1, expert, EXPERTS)
+            name = f"experts.experts.linear_fc1.weight {layer} {expert}"
+            add(name, weights, (layer, expert), *place, replica_id=(0, 0, replica))
+            state[f"extra {layer} {expert}"] = ShardedObject(
+                "decoder.layers.mlp.experts.experts.linear_fc1._extra_state",
+                {"expert": expert} if filled else None,
+                (LAYERS, EXPERTS),
+                (layer, expert),
+                replica_id=(0, 0, replica),
+            )
+    return state
 
 
 def extra(layer: int) -> Any:

@@ -6,6 +6,8 @@ import itertools
 import os
 import re
 import signal
+from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,30 @@ def test_the_state_of_a_gpt_model(rank: int, world: int, tmp_path: Path) -> None
                     assert torch.equal(parameter, loaded[name]), "it is filled in place"
 
 
+@ranks(4)
+def test_other_expert_parallelisms(rank: int, world: int, tmp_path: Path) -> None:
+    from fastload.integrations import megatron as ours
+    from tests.megatron.states import experts_of, values_of
+
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = by_megatron(patch)
+        (tmp_path / "theirs").mkdir(exist_ok=True)
+        dist.barrier()
+        theirs.save(experts_of(2, rank), str(tmp_path / "theirs"))
+        reports: list[Any] = []
+        options = fastload.SaveOptions(timeout_s=20, writers="all", on_report=reports.append)
+        ours.save(experts_of(2, rank), tmp_path / "ours", options=options)
+        assert reports[0].nbytes == sum(each.bytes_written for each in reports[0].ranks), "each byte once"
+        for ep in (1, 2, 4):
+            empty = partial(experts_of, ep, rank, filled=False)
+            expected = values_of(theirs.load(empty(), str(tmp_path / "theirs")))
+            full = {name: one.data for name, one in experts_of(ep, rank).items()}
+            assert expected == values_of(full)
+            assert values_of(theirs.load(empty(), str(tmp_path / "ours"))) == expected
+            for name in ("ours", "theirs"):
+                assert values_of(ours.load(empty(), tmp_path / name, options=LOAD)) == expected, name
+
+
 def piece(key: str, data: torch.Tensor, size: int, offset: int, replica: Any = 0) -> Any:
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -139,6 +165,74 @@ def test_flat_buckets_of_an_optimizer(rank: int, world: int, tmp_path: Path) -> 
             expected = buckets(dp, rank, filled=True)["optimizer"]["bucket"]
             assert torch.equal(found, torch.cat([one["exp_avg"].data for one in expected]))
             assert loads[-1].bytes_read < 1.1 * reports[0].nbytes, "each byte once"
+
+
+@ranks(2)
+def test_replicas_whose_padding_differs(rank: int, world: int, tmp_path: Path) -> None:
+    """As those of several instances of a distributed optimizer: an error, unless nothing is compared."""
+    from fastload.integrations import megatron as ours
+
+    data = torch.arange(16.0)
+    data[12:] = rank
+    state = {"bucket": piece("bucket", data, 16, 0, rank)}
+    with pytest.raises(fastload.ReplicaMismatch, match="bucket: rank 1 not as the 1 other"):
+        ours.save(state, tmp_path / "saved", options=OPTIONS)
+    assert not (tmp_path / "saved").exists()
+    ours.save(state, tmp_path / "saved", options=replace(OPTIONS, check_replicas="off"))
+    loaded = ours.load({"bucket": piece("bucket", torch.zeros(16), 16, 0)}, tmp_path / "saved", options=LOAD)
+    assert loaded["bucket"][:12].tolist() == data[:12].tolist()
+    assert loaded["bucket"][12:].unique().tolist() in ([0.0], [1.0])
+
+
+class Float8Tensor(torch.Tensor):
+    """A tensor with scales of its own, as those of Transformer Engine are."""
+
+
+@ranks(2)
+def test_fp8(rank: int, world: int, tmp_path: Path) -> None:
+    """Plain tensors of 8 bits are saved as they are; those with scales are refused by name."""
+    from fastload.integrations import megatron as ours
+
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = by_megatron(patch)
+        data = torch.linspace(-4.0, 4.0, 8).to(torch.float8_e4m3fn)
+        tied = [piece("w", each, 16, 8 * rank) for each in (data, data.clone())]
+        ours.save({"w": tied}, tmp_path / "saved", options=OPTIONS)
+        for load in (ours.load, theirs.load):
+            empty = piece("w", torch.zeros(16, dtype=torch.float8_e4m3fn), 16, 0)
+            loaded = load({"w": empty}, str(tmp_path / "saved"))["w"]
+            assert loaded.dtype is torch.float8_e4m3fn
+            assert torch.equal(loaded.float(), torch.cat([data, data]).float())
+        wide = ours.load({"w": piece("w", torch.zeros(8, dtype=torch.bfloat16), 16, 8)}, tmp_path / "saved")
+        assert torch.equal(wide["w"], data.bfloat16())
+        scaled = piece("w", torch.zeros(8).as_subclass(Float8Tensor), 16, 8 * rank)
+        with pytest.raises(fastload.FastloadError, match=r"w: .* a Float8Tensor"):
+            ours.save({"w": scaled}, tmp_path / "scaled", options=OPTIONS)
+
+
+@ranks(2)
+def test_dtensors(rank: int, world: int, tmp_path: Path) -> None:
+    """The format fsdp_dtensor: refused by `save`, and saved by the integration of DCP, as the page says."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fastload.integrations import megatron as ours
+    from fastload.integrations.dcp import Reader, Writer
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    full = torch.arange(24.0).reshape(6, 4)
+
+    def state(placement: Any, values: torch.Tensor) -> dict[str, Any]:
+        return {"model": {"module.w": distribute_tensor(values, mesh, [placement])}, "iteration": 5}
+
+    with pytest.raises(fastload.OptionError, match=r"module\.w: a DTensor.* fastload\.integrations\.dcp"):
+        ours.save(state(Shard(0), full), tmp_path / "ours", options=OPTIONS)
+    assert not (tmp_path / "ours").exists()
+    dcp.save(state(Shard(0), full), storage_writer=Writer(tmp_path / "saved"))
+    for placement in (Shard(1), Replicate()):
+        into = state(placement, torch.zeros(6, 4))
+        dcp.load(into, storage_reader=Reader(tmp_path / "saved"))
+        assert torch.equal(into["model"]["module.w"].full_tensor(), full)
 
 
 def different_values(rank: int) -> list[Any]:
@@ -389,8 +483,35 @@ def save_to_bucket(rank: int, world: int, url: str, storage: Any) -> None:
             assert torch.equal(loaded["optimizer"]["state"][name], one.data)
 
 
+def save_by_megatron(rank: int, world: int, path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = by_megatron(patch)
+        for name, more in (("plain", {}), ("args", {"args": Namespace(num_layers=2)})):
+            if rank == 0:
+                (path / name).mkdir(parents=True)
+            dist.barrier()
+            theirs.save(saved_state(rank, 7) | more, str(path / name))
+
+
+def load_megatrons_from_bucket(rank: int, world: int, url: str, storage: Any) -> None:
+    from fastload.integrations import megatron as ours
+
+    empty = {"a": piece("a", torch.zeros(4000), 8000, 4000 * (1 - rank))}
+    loaded = ours.load(empty, f"{url}/plain", storage_options=storage, options=LOAD)
+    assert loaded["step"] == 7
+    assert loaded["a"].unique().tolist() == [7.0]
+    with pytest.raises(fastload.OptionError, match=r"the common state, 'args': .*Namespace; .* mounted"):
+        ours.load(empty, f"{url}/args", storage_options=storage, options=LOAD)
+
+
 def test_in_a_bucket(tmp_path: Path) -> None:
+    run_ranks(save_by_megatron, 2, path=tmp_path / "theirs")
     with seaweed_server(tmp_path) as storage:
+        for file in (tmp_path / "theirs").rglob("*"):
+            if file.is_file():
+                key = f"theirs/{file.relative_to(tmp_path / 'theirs')}"
+                client_of(storage).put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes())
+        run_ranks(load_megatrons_from_bucket, 2, url=f"s3://{BUCKET}/theirs", storage=storage)
         run_ranks(save_to_bucket, 2, url=f"s3://{BUCKET}/iter_1", storage=storage)
         found = client_of(storage).list_objects_v2(Bucket=BUCKET, Prefix="iter_1/")["Contents"]
     names = {one["Key"].rpartition("/")[2] for one in found}
@@ -412,8 +533,8 @@ def test_the_page(rank: int, world: int, tmp_path: Path) -> None:
             if number < 2:
                 assert names["state"]["step"] == 1 + number
         names["queue"].maybe_finalize_async_calls(blocking=True)
-    assert len(blocks) == 3
-    for name, step in (("iter_0000100", 1), ("mounted", 2), ("queued", 3)):
+    assert len(blocks) == 4
+    for name, step in (("iter_0000100", 1), ("mounted", 2), ("queued", 4)):
         assert fastload.load(tmp_path / name, names="a")["a"].tolist() == [float(step)] * 8000
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fastload.comm import launch
 from fastload.comm.launch import _in_this_incarnation
-from fastload.comm.rendezvous import StoreStep
+from fastload.comm.rendezvous import Decision, StoreStep
 from fastload.comm.responses import write_response
 from fastload.errors import DeadlineExceeded, WorldError
 from tests.dist.harness import ranks
@@ -125,3 +125,19 @@ def test_a_decision_of_many_ranks_is_short() -> None:
     steps[-1].decide(1.0)
     assert [answer for answer, _ in steps[0].read().runs] == answers[::8]
     assert 8 * len(store.get(steps[0].decision)) < len(store.get(steps[0].log))
+
+
+def test_a_decision_may_be_longer_than_a_value_of_the_store(port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    ours, theirs = (StoreStep(store, "1/0", 2) for _ in range(2))
+    texts = [
+        Decision.write(1.0, write_response(0, {"value": word * (10 << 20), "error": None})) for word in "ab"
+    ]
+    assert ours.put_decision(texts[0]) == texts[0]
+    assert theirs.put_decision(texts[1]) == texts[0], "the first one counts"
+    assert theirs.read().came[0][0]["value"] == "a" * (10 << 20)
+    assert len(ours.keys_of(texts[0])) == 4
+    assert set(ours.keys_of(texts[0])) <= set(theirs.all_keys())
+    for key in theirs.all_keys():
+        store.delete_key(key)
+    assert not any(store.check([key]) for key in ours.keys_of(texts[0]))

@@ -33,6 +33,16 @@ def test_where_gloo_says_that_a_rank_is_found(monkeypatch: pytest.MonkeyPatch) -
         links.drop()
 
 
+def test_the_addresses_for_many_ranks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get those of all others; Gloo's own have 213 characters each."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    links = Links(0, timedelta(seconds=5))
+    try:
+        assert len(links.open(range(1, 51))) < 50 * 60
+    finally:
+        links.drop()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_a_rank_that_listens_is_reached_and_others_are_named(address: str) -> None:
     listener = listener_at(address)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from types import FrameType
 from typing import Any
+
+import pytest
 
 from fastload.planning.parallel import Cut, Model, Parallel, requests_of
 from fastload.transfer.demand import RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedView, plan_routes
 
+MIB = 1 << 20
 SHAPES = [((4096, 1024), 0), ((1024, 4096), 1), ((1024,), None)]
 JOB = Parallel(tp=4, pp=2, dp=16, fsdp=True)  # 128 ranks, no two of which want the same
 
@@ -30,6 +35,27 @@ def plan_from(packed: Sequence[bytes], model: Model) -> RoutedView:
     ranks = tuple(range(JOB.num_ranks))
     plan = plan_routes(sharing, ranks, order=ranks, staging_bytes=1 << 28, chunk_bytes=None)
     return RoutedView(plan, 5)
+
+
+@pytest.mark.parametrize("staging", [40 * MIB, 64 * MIB])
+def test_blocks_of_many_readers_fit_since_they_read_at_different_times(staging: int) -> None:
+    """Half of the ranks would send a block of 1 MiB to a rank at once, if they all did."""
+    job = Parallel(tp=8, pp=2, dp=6)
+    shapes = [((8192, 4096), 0), ((4096, 8192), 1), ((4096,), None)]
+    tensors, offset = [], 0
+    for layer, (shape, dim) in itertools.product(range(16), shapes):
+        tensors.append(Cut(0, offset, 2 * prod(shape), shape, dim, layer))
+        offset += 2 * prod(shape)
+    model, ranks = Model(tensors, 16), tuple(range(job.num_ranks))
+    sharing = SharingGroups(model.tensors, requests_of(model, job), MIB)
+    plan = plan_routes(sharing, ranks, order=ranks, staging_bytes=staging, chunk_bytes=None)
+    assert plan.num_rounds > 10
+    assert plan.depth * plan.buffer_bytes <= staging
+    for rank in (0, 47, 95):
+        view = RoutedView(plan, rank)
+        for index in range(plan.num_rounds):
+            come = sum(message.nbytes for message in view.incoming(index))
+            assert come + sum(each.nbytes for each in view.reads(index)) <= plan.buffer_bytes
 
 
 def lines_of(work: Callable[[], object]) -> int:

@@ -22,7 +22,7 @@ from fastload.geometry.ranges import ByteRange
 from fastload.geometry.shards import shard_boxes, shard_intervals
 from fastload.saving.layout import Layout, TensorSpec, lay_out
 from fastload.saving.merge import merge
-from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, positions_in
+from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, positions_in, receiving_writers
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.split import WriterShare, cut_shares, split
 from fastload.saving.write import BlockHasher
@@ -122,16 +122,24 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
     part_bytes = data.draw(st.integers(1, 4)) * (align_bytes or 100)
     cut = data.draw(st.integers(0, num_ranks - 1))
     teams = [tuple(range(cut)), tuple(range(cut, num_ranks))] if cut else [tuple(range(num_ranks))]
-    shares = []
+    shares, ranges_of_teams = [], []
     for members in teams:
         writers = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
-        ranges = split(layout, shard_map, writers, align_bytes)
-        shares.append(cut_shares(layout, ranges, part_bytes))
+        ranges_of_teams.append(split(layout, shard_map, writers, align_bytes))
+        shares.append(cut_shares(layout, ranges_of_teams[-1], part_bytes))
     batch_bytes = data.draw(st.integers(1, 3)) * part_bytes
     messages = [
         plan_messages(layout, shard_map, shares, rank, teams, batch_bytes) for rank in range(num_ranks)
     ]
     check_both_ends(messages)
+    for rank in range(num_ranks) if boxes is not None else ():
+        some = [sorted(receiving_writers(layout, shard_map, each, rank)) for each in ranges_of_teams]
+        narrowed = [
+            cut_shares(layout, ranges, part_bytes, writers)
+            for ranges, writers in zip(ranges_of_teams, some, strict=True)
+        ]
+        found = plan_messages(layout, shard_map, narrowed, rank, teams, batch_bytes)
+        assert found == messages[rank], "other shares do not matter"
     for of_team in shares:
         for writer, share in of_team.items():
             check_batches(share.parts, messages[writer], batch_bytes)

@@ -90,7 +90,8 @@ def _write(
     """Writes, copies and commits; returns what this rank wrote, the copies, and the answers of all ranks."""
     world, target = call.world, call.target
     # Blocks that begin in the share are written completely, so that they can be verified.
-    share = replace(begun.plan.share, tails=frozenset())
+    share = begun.plan.share
+    share = replace(share, runs=[replace(run, is_tail=False) for run in share.runs])
     plan = replace(begun.plan, share=share)
     copies = plan_copies(call.directories, world.rank, call.num_copies)
     names = [file.name for file in plan.state.layout.files]

@@ -235,14 +235,14 @@ class _Ring:
         self.number = number
         self.problem = ""
 
-    def open(self) -> dict[str, list[str]]:
+    def open(self) -> str:
         try:
             return self.links.open({self.previous, self.following})
         except FastloadError as error:
             self.problem = str(error)
-            return {}
+            return ""
 
-    def connect(self, addresses: Sequence[dict[str, list[str]]]) -> None:
+    def connect(self, addresses: Sequence[str]) -> None:
         if not all(addresses):
             self.problem = self.problem or "another host cannot be connected to"
             return
