@@ -1,11 +1,11 @@
 """The control plane of a save and a load by thousands of ranks: messages, bytes, CPU and memory of a rank.
 
-    python scripts/bench_control_plane.py --rank 0
-    python scripts/bench_control_plane.py --rank 2048 --optimizer dp_reshardable
+    python scripts/bench_control_plane.py --pp 8
+    python scripts/bench_control_plane.py --saves 1 --optimizer dp_reshardable
     python scripts/bench_control_plane.py --pp 2 --dp 4 --processes
 
 The state is that of a GPT with Megatron Core, two layers in a stage: a trillion parameters with the defaults.
-It is saved and loaded. Bytes of tensors, and links between ranks for them, are left out. The rank is a
+It is saved and loaded. Bytes of tensors, and links between ranks for them, are left out. Rank 0 is a
 process, all others are threads of another one, which share what is equal on all of them. With --processes
 each rank is one, and rank 0 and the one with the most CPU time are shown.
 """
@@ -28,13 +28,12 @@ from bench_parts.trillion import OPTIMIZERS, Job
 @click.option("--tp", default=8, show_default=True, help="Tensor parallel ranks.")
 @click.option("--pp", default=64, show_default=True, help="Stages of the pipeline.")
 @click.option("--dp", default=6, show_default=True, help="Data parallel ranks.")
-@click.option("--rank", default=0, show_default=True, help="The rank to measure.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True)
 @click.option("--saves", default=2, show_default=True, help="Saves of the same state, before a load.")
 @click.option("--processes", is_flag=True, help="Each rank is a process, and all are measured.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write it there.")
 def main(
-    tp: int, pp: int, dp: int, rank: int, optimizer: str, saves: int, processes: bool, json_path: Path | None
+    tp: int, pp: int, dp: int, optimizer: str, saves: int, processes: bool, json_path: Path | None
 ) -> None:
     """Measure ranks of a job that saves twice and loads."""
     job = Job(tp, pp, dp)
@@ -44,7 +43,7 @@ def main(
             cpu_s = {at: sum(row["cpu_s"] for row in rows) for at, rows in rows_of.items() if at}
             rows_of = {at: rows_of[at] for at in (0, max(cpu_s, key=cpu_s.__getitem__))}
         else:
-            rows_of = {rank: measure(job, rank, optimizer, Path(folder), num_saves=saves)}
+            rows_of = {0: measure(job, 0, optimizer, Path(folder), num_saves=saves)}
     print_rows(f"{job}, {job.num_ranks:,} ranks, {optimizer}", rows_of)
     if json_path:
         json_path.write_text(json.dumps(rows_of, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """What a save and a load of thousands of ranks cost a rank beside the bytes: messages, CPU, memory.
 
-One rank is a process of its own: rank 0, or another one. All others are threads of a second process, which
+Rank 0 is a process of its own. All others are threads of a second process, which
 describe their own state and answer each step; that process is the measured rank's neighbour in the control
 tree. Links between ranks, and bytes of tensors, are left out: a tensor has one element in memory.
 """
