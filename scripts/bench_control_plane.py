@@ -2,7 +2,7 @@
 
     python scripts/bench_control_plane.py --pp 8
     python scripts/bench_control_plane.py --saves 1 --optimizer dp_reshardable
-    python scripts/bench_control_plane.py --pp 2 --dp 4 --processes
+    python scripts/bench_control_plane.py --tp 2 --pp 2 --dp 2 --processes
 
 The state is that of a GPT with Megatron Core, two layers in a stage: a trillion parameters with the defaults.
 It is saved and loaded. Bytes of tensors, and links between ranks for them, are left out. Rank 0 is a
