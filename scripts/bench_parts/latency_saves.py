@@ -67,6 +67,7 @@ def boto3_save(body: bytes, store: Store, reports: list[dict[str, Any]]) -> Stat
         config = TransferConfig(
             multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_NUM_PARTS
         )
+        config.max_in_memory_upload_chunks = _NUM_PARTS  # 10 by default, whatever the concurrency
         client = s3_client(store.port, max_pool_connections=_NUM_PARTS)
         client.upload_fileobj(BytesIO(body), BUCKET, key, Config=config)
     return {}
