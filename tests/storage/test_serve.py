@@ -33,6 +33,7 @@ from fastload.ext.serve.pace import FIRST_PART_BYTES, next_part
 from fastload.ext.serve.process import READS
 from fastload.storage.local import LocalStorage
 from tests.checkpoints import write_sharded
+from tests.storage.s3_server import free_ports
 
 STATE = {"a": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(7)}
 
@@ -327,16 +328,15 @@ def test_arguments_that_cannot_be_used_are_named(
 
 
 def test_a_port_that_is_taken_is_named_and_one_that_was_closed_is_free(saved: Path) -> None:
-    with fastload.serve(saved) as server:
-        port = urlsplit(server.url).port or 0
-        with pytest.raises(OptionError, match="in use"):
-            fastload.serve(saved, port=port)
+    [port] = free_ports(1)
+    with fastload.serve(saved, port=port), pytest.raises(OptionError, match="in use"):
+        fastload.serve(saved, port=port)
     fastload.serve(saved, port=port).close()
 
 
 def test_a_process_that_was_forked_does_not_keep_the_port(saved: Path) -> None:
-    with fastload.serve(saved) as server:
-        port = urlsplit(server.url).port or 0
+    [port] = free_ports(1)
+    with fastload.serve(saved, port=port):
         if not (pid := os.fork()):
             time.sleep(60)
             os._exit(0)

@@ -97,12 +97,12 @@ class PeerPool:
                 wait_s, loan = self._choose(name, at, ends, now_s)
                 if loan is not None and loan.peer is None and not is_sure:
                     is_sure = True
-                    self._ask_due(now_s, _JUST_NOW_S)
-                elif loan is not None:
+                    if self._ask_due(now_s, _JUST_NOW_S):
+                        continue
+                if loan is not None:
                     self._speed_of(loan).begin(loan.end - at)
                     return loan
-                else:
-                    self._changed.wait(wait_s)
+                self._changed.wait(wait_s)
             self._origin.begin(ends[-1] - at)
         return Loan(None, ends[-1])
 
@@ -276,8 +276,12 @@ class PeerPool:
 
     # Questions to peers, with the lock but for `_ask` and `_find`
 
-    def _ask_due(self, now_s: float, fresh_s: float = _FRESH_S) -> None:
-        """Begins to ask what peers have, if they said so longer ago, and where there are others."""
+    def _ask_due(self, now_s: float, fresh_s: float = _FRESH_S) -> bool:
+        """Begins to ask what peers have, if they said so longer ago, and where there are others.
+
+        Returns:
+            Whether a peer is being asked.
+        """
         if self._questions.is_resolve_due(now_s):
             self._questions.begin(now_s, resolves=True)
             self._workers.submit(self._find)
@@ -288,6 +292,7 @@ class PeerPool:
                 if is_awaited:
                     self._questions.begin(now_s)
                 self._workers.submit(partial(self._ask, peer, is_awaited=is_awaited))
+        return any(peer.is_asking for peer in self._peers.values())
 
     def _find(self) -> None:
         """Finds out where peers are."""
