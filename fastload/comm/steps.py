@@ -158,7 +158,7 @@ class Step:
             data = decision.attachment
             if data is None:  # decided in the store
                 limit_s = world.patience_s
-                [data] = world.rendezvous.take(self._what, [self._shared], keep=True, limit_s=limit_s)
+                data = world.rendezvous.take(self._what, self._shared, keep=True, limit_s=limit_s)
             self._attachment = require_left(self._what, data, source)
 
 

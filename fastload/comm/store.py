@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
@@ -206,29 +205,22 @@ class CallStore:
         self.ask(what, limit_s, leave)
         return keys
 
-    def take(self, what: str, places: Sequence[str], *, keep: bool, limit_s: float) -> list[bytes | None]:
-        """Returns the bytes of each name, or None; deletes them unless `keep`."""
+    def take(self, what: str, place: str, *, keep: bool, limit_s: float) -> bytes | None:
+        """Returns the bytes of a name, or None; deletes them unless `keep`."""
 
-        def take() -> list[bytes | None]:
-            counts = self._get_all([f"{place}/count" for place in places])  # empty: it is being deleted
-            keys = [
-                part_keys(place, int(num)) if num else [] for place, num in zip(places, counts, strict=True)
-            ]
-            parts = iter(self._get_all([key for of_place in keys for key in of_place[1:]]))
-            found = [b"".join(islice(parts, len(of_place) - 1)) if of_place else None for of_place in keys]
+        def take() -> bytes | None:
+            if not self._store.check([f"{place}/count"]):
+                return None
+            count = self._store.get(f"{place}/count")
+            if not count:  # it is being deleted
+                return None
+            keys = part_keys(place, int(count))
+            data = b"".join(self._store.get(key) for key in keys[1:])
             if not keep:
-                self._delete([key for of_place in keys for key in of_place])
-            return found
+                self._delete(keys)
+            return data
 
         return self.ask(what, limit_s, take)
-
-    def _get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values of keys, empty ones for those that do not exist; in one request if all do."""
-        if not keys:
-            return []
-        if self._store.check(keys):
-            return list(map(bytes, self._store.multi_get(keys)))
-        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
     # Waiting
 

@@ -11,7 +11,7 @@ import json
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,15 +273,7 @@ class World:
 
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns the bytes that a rank has left; None if it has left none."""
-        [found] = self.rendezvous.take(what, [f"{place}/{rank}"], keep=keep, limit_s=self.grace_s)
-        return found
-
-    def see_bytes(self, what: str, place: str, ranks: Iterable[int]) -> dict[int, bytes | None]:
-        """Returns the bytes that each of some ranks has shown; None if it has shown none."""
-        ranks = list(ranks)
-        places = [f"{place}/{rank}" for rank in ranks]
-        found = self.rendezvous.take(what, places, keep=True, limit_s=self.grace_s)
-        return dict(zip(ranks, found, strict=True))
+        return self.rendezvous.take(what, f"{place}/{rank}", keep=keep, limit_s=self.grace_s)
 
     def tally(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share until the end of the call, and returns it."""

@@ -97,8 +97,8 @@ def collect_own(
     if not packed:
         return structure, PerRankFiles()
     what = f"{what}: collecting the ranks' own values"
-    everyone = world.see_bytes(what, _PLACE, range(world.size))
-    found = [require_left(what, each, rank) for rank, each in everyone.items()]
+    everyone = [world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(world.size)]
+    found = [require_left(what, each, rank) for rank, each in enumerate(everyone)]
     return gather_own(structure, found, block_bytes=block_bytes)
 
 

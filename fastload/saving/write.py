@@ -450,12 +450,11 @@ def _collect_receipts(
         result: The leader's result.
         what: Name of the save, for messages.
     """
-    others = group.members[1:]
-    found: dict[int, str | bytes | None] = {rank: result.receipts[rank] for rank in others}
-    in_store = [rank for rank in others if found[rank] is None]
-    found |= world.see_bytes(f"{what}: collecting checksums", _PLACE, in_store)
     receipts = [result.receipt]
-    for packed in found.values():
+    for rank in group.members[1:]:
+        packed: str | bytes | None = result.receipts[rank]
+        if packed is None:
+            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank, keep=True)
         assert packed is not None
         receipts.append(WriteReceipt.parse(packed))
     return receipts
