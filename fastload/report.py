@@ -71,7 +71,7 @@ class ReadReport(Report):
 
     @property
     def bytes_verified(self) -> int:
-        """Data bytes checked against checksums, over all ranks."""
+        """Data bytes checked against checksums, or hashed, over all ranks; each copy of a host counts."""
         return sum(rank.bytes_verified for rank in self.ranks)
 
 
