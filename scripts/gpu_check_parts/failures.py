@@ -28,7 +28,7 @@ ENDING_S = 3.0  # of a stage, for ranks that hang to write their stacks
 FREE_S = 10.0  # in which a device has to be free, and threads to end
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-_ABORTS = {"one after the other": False, "a thread each": True}
+_ABORTS = {"a thread each": True, "one after the other": False}  # which NCCL may not survive: it is last
 
 
 def run(job: Job) -> None:

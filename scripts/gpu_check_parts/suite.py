@@ -31,7 +31,7 @@ markers =
     timeout: of a test
 norecursedirs = .*
 """
-_REHEARSAL = "replicated or refreshes or killed"
+_REHEARSAL = "replicated or refreshes or killed or host_memory_in_one_load"
 _ENDING_S = 4.0
 
 
@@ -69,6 +69,7 @@ def run_tests(job: Job, expression: str, files: Sequence[str], *, use_mps: bool)
     command = ["-c", str(settings), "--rootdir", str(_ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
     command += ["-m", _MARKERS[job.kind], "-k", expression, *(f"{_ROOT}/tests/gpu/{name}" for name in files)]
     os.environ[one_gpu.SWITCH] = "1"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA is of no use in later forks
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever plugins the machine has
     os.chdir(_ROOT)
     # Like Ctrl-C: it ends the ranks, and says which test was running.

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import marshal
 import os
 import runpy
@@ -55,7 +56,8 @@ def serve(path: str) -> None:
     """Listens there; ends when the standard input does."""
     gc.disable()  # until all is imported, which stays
     for module in _PRELOADED:
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]):  # a machine may lack optional ones
+            importlib.import_module(module)
     dynamic_rendezvous.get_method_name = _name_of_caller
     torch._dynamo.trace_rules.clear_lru_cache()  # as each process group does, which would copy all its pages
     gc.collect()
