@@ -263,8 +263,11 @@ class PartWriter:
 
         def begin(index: int) -> Callable[[], object] | None:
             part, data = share.parts[index], source.part(index)
-            hasher.feed(part, data)
-            return None if index in share.tails else partial(self._write, part, data)
+            hash_whole_blocks = hasher.feed(part, data)
+            if index in share.tails:
+                hash_whole_blocks()
+                return None
+            return partial(self._write, part, data, hash_whole_blocks)
 
         def ended(part: ByteRange) -> None:
             nonlocal done_bytes
@@ -282,7 +285,8 @@ class PartWriter:
         """Ends the threads; returns whether all writes have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
-    def _write(self, part: ByteRange, data: memoryview) -> None:
+    def _write(self, part: ByteRange, data: memoryview, hash_whole_blocks: Callable[[], None]) -> None:
+        hash_whole_blocks()
         with self.watch.span(nbytes=len(data)):
             self._target.write(self._names[part.file], part.offset, data)
 
@@ -378,31 +382,41 @@ class BlockHasher:
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._pieces = BlockPieces(blocks)
         self._begun = xxhash.xxh3_64()
-        self._found: list[tuple[int, bytearray]] = []
+        self._hashed: list[tuple[int, bytes]] = []  # numbers of first blocks, and the checksums from there on
 
-    def feed(self, part: ByteRange, data: memoryview) -> None:
-        """Hashes the next part, without the blocks of other writers."""
+    def feed(self, part: ByteRange, data: memoryview) -> Callable[[], None]:
+        """Takes the next part, without the blocks of other writers.
+
+        Returns:
+            What hashes the blocks that lie in the part as a whole, which are adjacent; any thread may call
+            it. Blocks that cross parts are hashed at once.
+        """
+        whole: list[tuple[int, memoryview]] = []
         for block, piece, ends in self._pieces.feed(part, data):
             if len(piece) == block.nbytes:
-                self._add(block, checksum(piece))
+                whole.append((block.number, piece))
                 continue
             self._begun.update(piece)
             if ends:
-                self._add(block, self._begun.digest())
+                self._hashed.append((block.number, self._begun.digest()))
                 self._begun.reset()
 
-    def checksums(self) -> Checksums:
-        """Returns the checksums, after the last part."""
-        assert self._pieces.is_over
-        return [(first, sums.hex()) for first, sums in self._found]
+        def hash_whole_blocks() -> None:
+            if whole:
+                self._hashed.append((whole[0][0], b"".join(checksum(piece) for _, piece in whole)))
 
-    def _add(self, block: Block, digest: bytes) -> None:
-        if self._found:
-            first, sums = self._found[-1]
-            if first + len(sums) // CHECKSUM_BYTES == block.number:
-                sums.extend(digest)
-                return
-        self._found.append((block.number, bytearray(digest)))
+        return hash_whole_blocks
+
+    def checksums(self) -> Checksums:
+        """Returns the checksums, once all parts are hashed."""
+        assert self._pieces.is_over
+        joined: list[tuple[int, bytearray]] = []
+        for number, sums in sorted(self._hashed):
+            if joined and number == joined[-1][0] + len(joined[-1][1]) // CHECKSUM_BYTES:
+                joined[-1][1].extend(sums)
+            else:
+                joined.append((number, bytearray(sums)))
+        return [(first, sums.hex()) for first, sums in joined]
 
 
 @dataclass(frozen=True)

@@ -216,11 +216,12 @@ def exchange(one: str, folder: int, other: str, parent: int) -> None:
         raise OSError(number, os.strerror(number), other)
 
 
-def reserve(name: str, nbytes: int, folder: int) -> None:
-    """Creates a file of a size with its blocks, so that a full disk shows before data is written."""
+def create(name: str, nbytes: int, folder: int, *, allocate: bool) -> None:
+    """Creates a file of a size; with its blocks, so that a full disk shows before data is written."""
     with closing(open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as file:
         os.ftruncate(file, nbytes)
-        reserve_range(file, 0, nbytes)
+        if allocate:
+            reserve_range(file, 0, nbytes)
 
 
 def reserve_range(file: int, offset: int, nbytes: int) -> None:

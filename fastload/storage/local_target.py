@@ -86,10 +86,17 @@ class LocalTarget:
         return directory
 
     def _reserve(self) -> None:
-        """Allocates the space of the files that are not there yet."""
+        """Allocates the space of the files that are not there yet.
+
+        In memory it is only checked: pages take as long to allocate as to write, and all writers would wait.
+        """
+        in_memory = self._kind in IN_MEMORY_TYPES
+        if in_memory:
+            with os_errors(self.url):
+                _require_memory(self._sizes, self._gathered.folder)
         for name, nbytes in self._sizes.items():
             with os_errors(self._gathered.place(name), 0, nbytes):
-                _make_room(name, nbytes, self._gathered.folder)
+                _make_room(name, nbytes, self._gathered.folder, allocate=not in_memory)
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         path = ticket["pending"]
@@ -304,10 +311,26 @@ def _is_aligned(data: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE_BYTES == 0
 
 
-def _make_room(name: str, nbytes: int, folder: int) -> None:
+def _require_memory(sizes: Mapping[str, int], folder: int) -> None:
+    """Requires that the pages that files still lack are free.
+
+    Raises:
+        OSError: ``ENOSPC`` if they are not.
+    """
+    missing = 0
+    for name, nbytes in sizes.items():
+        about_file = folders.find(name, folder)
+        missing += nbytes - (512 * about_file.st_blocks if about_file is not None else 0)
+    about = os.fstatvfs(folder)
+    free = about.f_bavail * about.f_frsize
+    if about.f_blocks and missing > free:  # without a limit there are none
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing} bytes needed, {free} free")
+
+
+def _make_room(name: str, nbytes: int, folder: int, *, allocate: bool) -> None:
     with suppress(FileNotFoundError):
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size == nbytes:
             return
         os.unlink(name, dir_fd=folder)
-    folders.reserve(name, nbytes, folder)
+    folders.create(name, nbytes, folder, allocate=allocate)

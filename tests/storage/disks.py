@@ -1,4 +1,4 @@
-"""A small file system of its own, that really fills up."""
+"""Small file systems of their own, that really fill up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["small_disk_in"]
+__all__ = ["small_disk_in", "small_memory_in"]
 
 
 @contextmanager
@@ -34,3 +34,17 @@ def small_disk_in(where: Path, num_mib: int, kind: str = "ext4") -> Iterator[Pat
         yield folder
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+@contextmanager
+def small_memory_in(where: Path, num_mib: int) -> Iterator[Path]:
+    """Mounts a tmpfs of that size; skips the test, loudly, where that is not possible."""
+    folder = where / "memory"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={num_mib}m", "tmpfs", folder]
+    if os.geteuid() or subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs: NOT TESTED HERE")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

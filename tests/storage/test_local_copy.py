@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,35 +74,6 @@ def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
     assert copy.resume(FILES, ID, overwrite=False) == b""
     copy.abort()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("num_mib", [8, 64])
-def test_a_copy_in_memory_takes_its_pages_when_it_is_written(tmp_path: Path, num_mib: int) -> None:
-    with small_memory_in(tmp_path, 16) as memory:
-        copy = LocalCopy(str(memory / "copy"), NAMES, io="auto")
-        files = [("a", num_mib << 20), ("b", 0)]
-        if num_mib > 16:
-            with pytest.raises(StorageError, match=r"No space left .*: 67108864 bytes needed.*ENOSPC"):
-                copy.resume(files, ID, overwrite=False)
-            assert os.listdir(memory) == []
-            return
-        copy.resume(files, ID, overwrite=False)
-        assert os.stat(f"{copy.data_path}/a").st_blocks == 0
-        assert os.stat(f"{copy.data_path}/a").st_size == num_mib << 20
-        copy.abort()
-
-
-@contextmanager
-def small_memory_in(where: Path, num_mib: int) -> Iterator[Path]:
-    folder = where / "memory"
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={num_mib}m", "tmpfs", folder]
-    if os.geteuid() or subprocess.run(["mount", *options], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs: NOT TESTED HERE")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.slow

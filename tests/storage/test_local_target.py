@@ -24,7 +24,7 @@ from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.storage import folders, pending
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.process import Owner
-from tests.storage.disks import small_disk_in
+from tests.storage.disks import small_disk_in, small_memory_in
 
 NAME = "model.safetensors"
 
@@ -227,6 +227,21 @@ def test_a_full_disk_shows_before_anything_is_written(small_disk: Path) -> None:
     assert os.listdir(small_disk) == ["a"]
 
 
+def test_files_in_memory_take_their_pages_when_they_are_written(tmp_path: Path) -> None:
+    """A save whose pages are not free fails before anything is written all the same."""
+    with small_memory_in(tmp_path, 16) as memory:
+        save(memory / "a", b"old")
+        with pytest.raises(StorageError, match=rf"No space left .*: {64 << 20} bytes needed.*ENOSPC"):
+            begin(memory / "a", 64 << 20, overwrite=True)
+        assert loaded(memory / "a") == b"old"
+        assert os.listdir(memory) == ["a"]
+        free = shutil.disk_usage(memory).free
+        target = begin(memory / "b", 8 << 20)
+        assert free - shutil.disk_usage(memory).free < 1 << 20
+        target.abort()
+        target.close()
+
+
 def test_a_disk_that_fills_up_while_small_files_are_written(small_disk: Path) -> None:
     save(small_disk / "a", b"old")
     target = begin(small_disk / "a", 1 << 20, overwrite=True)
@@ -242,11 +257,8 @@ def test_a_disk_that_fills_up_while_small_files_are_written(small_disk: Path) ->
 def test_a_disk_that_fills_up_under_files_without_blocks(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unable(name: str, nbytes: int, folder: int) -> None:
-        with open(os.open(name, os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
-            file.truncate(nbytes)
-
-    monkeypatch.setattr(folders, "reserve", unable)
+    """As where nothing can be allocated, or where others fill the space meanwhile."""
+    monkeypatch.setattr(folders, "reserve_range", lambda *_: None)
     target = begin(small_disk / "a", 64 << 20)
     with pytest.raises(StorageError, match="ENOSPC"):
         target.write(NAME, 0, memoryview(bytearray(64 << 20)))

@@ -168,7 +168,7 @@ def written_by(
             coming = messages[writer].parts[index]
             sent = [packed(layout, each, files[each.sender]) for each in coming]
             found = assembled(layout, part, coming, sent)
-            hasher.feed(part, memoryview(found))
+            hasher.feed(part, memoryview(found))()
             if index not in share.tails:
                 assert set(written[part.file][part.offset : part.end]) <= {ord("?")}
                 written[part.file][part.offset : part.end] = found

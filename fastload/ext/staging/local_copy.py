@@ -16,7 +16,6 @@ from fastload.storage.base import Names
 from fastload.storage.destination import read_list
 from fastload.storage.folders import os_errors
 from fastload.storage.local_target import LocalTarget
-from fastload.storage.mounts import IN_MEMORY_TYPES
 from fastload.storage.pending import OWNER, Pending
 from fastload.storage.process import Owner
 
@@ -81,33 +80,6 @@ class LocalCopy(LocalTarget):
         except FastloadError:
             self.abort()
             raise
-
-    def _reserve(self) -> None:
-        """Allocates the space of the files; only checks it in memory, where that takes as long as a write."""
-        if self._kind in IN_MEMORY_TYPES:
-            with os_errors(self.url):
-                self._require_memory()
-        super()._reserve()
-
-    def _require_memory(self) -> None:
-        """Makes the files without their pages.
-
-        Raises:
-            OSError: ``ENOSPC`` if there are too few.
-        """
-        folder, missing = self._gathered.folder, 0
-        for name, nbytes in self._sizes.items():
-            found = folders.find(name, folder)
-            missing += nbytes - (512 * found.st_blocks if found is not None else 0)
-        about = os.fstatvfs(folder)
-        free = about.f_bavail * about.f_frsize
-        if about.f_blocks and missing > free:  # without a limit there are none
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {missing} bytes needed, {free} free")
-        for name, nbytes in self._sizes.items():
-            if folders.find(name, folder) is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                with folders.closing(folders.open_file(name, folder, flags)) as file:
-                    os.ftruncate(file, nbytes)
 
     def note(self, entries: bytes) -> None:
         """Appends to the journal."""
