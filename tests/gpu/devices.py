@@ -62,7 +62,7 @@ class Devices:
         if self.emulated:
             accelerator().sleep(seconds)
         else:
-            torch.cuda._sleep(int(seconds * 1e9))
+            torch.cuda._sleep(int(seconds * 1e9))  # clocks
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ class Devices:
             with accelerator().hold():
                 yield
         else:
-            self.busy(0.3)
+            self.busy(4.0)  # at less than a second for each 2e9 clocks
             yield
 
     def counts(self) -> dict[str, int]:
@@ -133,10 +133,13 @@ class Devices:
         )
 
 
-def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def on_devices(
+    *worlds: int, only_emulated: bool = False, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
     """Makes a test of a body ``(devices, rank, world, **fixtures)``, for each accelerator and world size.
 
-    Options are those of `harness.ranks`. The default process group of the ranks has Gloo for host memory and
+    Options are those of `harness.ranks`, and `only_emulated` if a test needs a limit or a fault that only the
+    emulated accelerator has. The default process group of the ranks has Gloo for host memory and
     the accelerator's backend for devices. On the emulated accelerator the test fails if anything touched
     memory in the wrong order, even if no byte was wrong, and if a rank made a context on a device of another
     one. It runs in one mode, which depends on its name and is in its output, or in those that the environment
@@ -164,7 +167,8 @@ def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], A
             pytest.param(NAME, mode, id=f"emulated {mode}".rstrip(), marks=pytest.mark.emulated)
             for mode in _modes()
         ]
-        kinds.append(pytest.param("cuda", "", id="cuda", marks=pytest.mark.gpu))
+        if not only_emulated:
+            kinds.append(pytest.param("cuda", "", id="cuda", marks=pytest.mark.gpu))
         return pytest.mark.parametrize(("kind", "device_mode"), kinds)(ranks(*worlds, **options)(on_rank))
 
     return decorate

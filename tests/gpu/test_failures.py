@@ -68,7 +68,8 @@ def test_a_rank_is_killed(devices: Devices, rank: int, world: int, path: Path) -
                 die()
 
         before_reads(patch, die_later)
-        patch.setattr(CommunicatorSet, "drop", lambda made: None)  # a backend that cannot abort
+        if devices.emulated:  # a backend that cannot abort; with NCCL, processes of stuck kernels never end
+            patch.setattr(CommunicatorSet, "drop", lambda made: None)
         with pytest.raises(fastload.PeerError, match="rank 1"):
             fastload.load(path, device=devices.device, options=options())
     time.sleep(0.5)  # a watchdog would act now
@@ -189,11 +190,9 @@ def test_a_call_that_fails_closes_the_group_of_its_thread(devices: Devices, rank
 
 
 @pytest.mark.slow(but=["1-ranks"])
-@on_devices(1, 2)
+@on_devices(1, 2, only_emulated=True)
 def test_a_device_that_does_not_go_on(devices: Devices, rank: int, world: int, path: Path) -> None:
-    """The caller's own kernels never end: loads and saves say so in time."""
-    if not devices.emulated:
-        pytest.skip("kernels of CUDA end")
+    """The caller's own kernels never end, as those of CUDA do: loads and saves say so in time."""
     with devices.held():
         with pytest.raises(fastload.FastloadError, match="the copies of round 0 to devices did not end"):
             fastload.load(path, device=devices.device, options=options(strategy="direct", timeout_s=1.0))

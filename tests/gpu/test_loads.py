@@ -186,7 +186,8 @@ def test_casts_and_strides_are_made_on_the_device(
         assert counts.get("d2h_pageable_bytes", 0) <= statuses_bytes
         assert counts.get("blocking_copies", 0) == counts.get("d2h_pageable", 0)
     staging = 0 if strategy == "direct" else 4 * (world + 1) * 500_001
-    assert taken <= (8 << 20) + staging + (64 << 10)
+    unsplit = 0 if devices.emulated else 2 << 20  # CUDA's allocator does not split off less than 1 MiB
+    assert taken <= (8 << 20) + staging + unsplit + (64 << 10)
 
 
 @pytest.mark.slow(but=["1-ranks"])

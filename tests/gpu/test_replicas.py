@@ -263,12 +263,10 @@ def test_a_memory_tier_and_deltas_warn_as_well(
     assert all("  bfloat16: rank" in line for line in lines)
 
 
-@on_devices(2)
+@on_devices(2, only_emulated=True)
 def test_a_full_device_is_no_reason_not_to_save(
     devices: Devices, rank: int, world: int, tmp_path: Path
 ) -> None:
-    if not devices.emulated:
-        pytest.skip("the limit is the emulator's")
     state = {"w": torch.full((1000, 1000), float(rank), device=devices.device)}
     index = devices.device.index
     accelerator().limit(index, torch.accelerator.memory_reserved(index))
