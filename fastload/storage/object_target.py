@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from fastload.base.threads import at_once, in_threads
+from fastload.base.threads import Workers, at_once, in_threads
 from fastload.errors import CheckpointExists, DeadlineExceeded, OptionError, StorageError
 from fastload.storage.base import (
     DEFAULT_WRITES,
@@ -396,6 +397,7 @@ class ObjectTarget:
         self._sizes: dict[str, int] = {}
         self._begun: dict[str, str] = {}  # the uploads that this rank began
         self._owner: OwnerFile | None = None  # of the save that this rank prepared, until it ends
+        self._second_put: Future[bool] | None = None  # of the owner file of what is pending
 
     @property
     def ordered(self) -> bool:
@@ -417,11 +419,13 @@ class ObjectTarget:
             self._owner = owner
             living_saves.add(keys.token)
             try:
-                # Of two puts, a store that supports conditions refuses the second. Not at once: some stores
-                # answer 500 to one of two writers of one object.
                 look = partial(self._uploads.find_old, _ABANDONED_S)
                 _, old = at_once(self._put_owner, partial(self._warned, look))
-                owner.decides = not self._put_owner()
+                # Of two puts, a store that supports conditions refuses the second. Not at once: some stores
+                # answer 500 to one of two writers of one object. Nobody needs to know before `publish`.
+                background = Workers(1, "fastload-owner")
+                self._second_put = background.submit(self._put_owner)
+                background.close(wait_s=0.0)
                 if folders:
                     self._warned(partial(self._remove_abandoned, folders))
                 if old:
@@ -511,6 +515,8 @@ class ObjectTarget:
         *others, (record, content) = small_files
         with self._errors(""):
             names = [*self._sizes, *(name for name, _ in small_files)]
+            assert self._second_put is not None
+            owner.decides = not self._second_put.result()
             owner.acquire(names)
 
         def publish_file(name: str) -> None:
@@ -531,8 +537,7 @@ class ObjectTarget:
         with self._errors(record, 0, len(content)):
             owner.commit(record, content)
         with self._tolerated("what the save needed"):  # the checkpoint exists; the rest is orphans
-            owner.delete()
-            self._bucket.delete([owner.keys.owner])
+            at_once(owner.delete, partial(self._bucket.delete, [owner.keys.owner]))
             self._uploads.remove_empty(owner.keys.folder)
         self._owner = None
         living_saves.discard(owner.keys.token)
@@ -551,6 +556,8 @@ class ObjectTarget:
             return
         try:
             with self._tolerated("what is pending"):
+                if self._second_put is not None:
+                    self._second_put.exception()  # else it could come after the deletion
                 owner.take_back()
                 self._discard(owner.keys, self._begun)
         finally:
