@@ -178,11 +178,6 @@ def _huge_pages_pay(reporting: str) -> bool:
         return True
 
 
-def available_bytes() -> int | None:
-    """Returns the available memory of the system or of the container, whichever is less; None if unknown."""
-    return memory_bytes()[1]
-
-
 def memory_bytes(cgroups: str = "/sys/fs/cgroup") -> tuple[int | None, int | None]:
     """Returns the total and the available memory of the system or of the container, whichever is less.
 

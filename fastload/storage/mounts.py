@@ -8,7 +8,6 @@ IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
-_OF_THE_SYSTEM = ("/run/", "/var/run/", "/sys/", "/proc/", "/etc/", "/dev/")
 _BUCKET_CLIENTS = frozenset(
     "blobfuse blobfuse2 gcsfuse geesefs goofys mountpoint-s3 rclone riofs s3fs yas3fs".split()
 )
@@ -36,26 +35,17 @@ def bucket_client(path: str) -> str:
     return name if is_fuse(kind) and name in _BUCKET_CLIENTS else ""
 
 
-def memory_mounts() -> list[str]:
-    """Returns the mount points of tmpfs, without those of the operating system itself."""
-    return [
-        point
-        for point, kind, _ in _mounts()
-        if kind == "tmpfs" and not f"{point}/".startswith(_OF_THE_SYSTEM)
-    ]
-
-
 def _mount_of(path: str) -> tuple[str, str]:
     """Returns type and source of the mount that holds a path."""
     best, found = "", ("", "")
-    for point, kind, source in _mounts():
+    for point, kind, source in mounts():
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, found = point, (kind, source)
     return found
 
 
-def _mounts() -> list[tuple[str, str, str]]:
+def mounts() -> list[tuple[str, str, str]]:
     """Returns mount point, type and source of each mount; empty if unknown."""
     found = []
     try:

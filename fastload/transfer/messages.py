@@ -139,7 +139,7 @@ class Routing:
             return Route(holder, is_shared, group=group.number)
         base = choose_base(tree.num_hosts)
         source = tree.at(position - _highest_unit(position, base)) if position else None
-        targets = tuple(tree.at(position + step) for step in _steps(position, tree.num_hosts, base))
+        targets = tuple(tree.at(position + step) for step in hop_distances(position, tree.num_hosts, base))
         return Route(holder, is_shared, source, targets, _digit_sum(position, base), group.number)
 
 
@@ -232,11 +232,6 @@ def most_hops(num_hosts: int, base: int) -> int:
     return hops + rest
 
 
-def num_targets(position: int, num_hosts: int, base: int) -> int:
-    """Returns how many hosts the host at a distance sends to."""
-    return sum(1 for _ in _steps(position, num_hosts, base))
-
-
 def _digit_sum(position: int, base: int) -> int:
     total = 0
     while position:
@@ -252,7 +247,7 @@ def _highest_unit(position: int, base: int) -> int:
     return unit
 
 
-def _steps(position: int, num_hosts: int, base: int) -> Iterator[int]:
+def hop_distances(position: int, num_hosts: int, base: int) -> Iterator[int]:
     """Yields the distances to the hosts that the host at a position sends to."""
     unit = 1
     if position:
