@@ -34,7 +34,7 @@ from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions, named_staging
 from fastload.transfer.buffers import Writer
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
-from fastload.transfer.links import accept_offers
+from fastload.transfer.links import accept_offers, offer_of
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, pace_of
 from fastload.transfer.plan import StrategyChoice, choose_strategy, plan_transfer
@@ -489,14 +489,14 @@ def _terms_of(job: Job) -> dict[str, Any]:
     """Returns what the ranks compare of a job that each has opened, and how they connect."""
     plan, transport = job.pipeline.plan, job.pipeline.transport
     digest = plan.digest(alone=job.matched.decision.alone)
-    return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
+    return {"transport": transport.name, "plan": digest, "offer": offer_of(transport.connections)}
 
 
 def _accept(what: str, job: Job, responses: Sequence[Mapping[str, Any]]) -> None:
     """Compares the jobs of all ranks, given `_terms_of` each, and passes their offers to the transport."""
     require_same(responses, "transport", "plan")
     world, transport = job.matched.opened.world, job.pipeline.transport
-    accept_offers(world, what, transport, [one["offer"] for one in responses])
+    accept_offers(world, what, transport.connections, [one["offer"] for one in responses])
 
 
 def open_rest(job: Job, unread_from: Mapping[int, int]) -> Job:

@@ -316,13 +316,18 @@ class Offering(Protocol):
         ...
 
 
+def offer_of(connections: Offering | None) -> Any:
+    """Returns what a rank offers in a step of all ranks, also one that makes no connections."""
+    return connections.offer() if connections is not None else None
+
+
 def accept_offers(world: World, what: str, connections: Offering | None, offers: Sequence[Any]) -> None:
     """Passes the offers of all ranks on; if their tokens differ, all ranks drop their caches and offer again.
 
     Args:
         world: The ranks.
         what: Name of the step, for messages.
-        connections: Those of this rank, such as a transport or a `Wire`; None if it takes no part.
+        connections: Those of this rank; None if it takes no part.
         offers: By rank; see `Offering.offer`.
 
     Raises:
@@ -332,7 +337,7 @@ def accept_offers(world: World, what: str, connections: Offering | None, offers:
         if connections is not None:
             connections.renew()
         with world.step(what) as step:
-            step.answer(connections.offer() if connections is not None else None)
+            step.answer(offer_of(connections))
         offers = step.answers
     peers = connections.accept(offers) if connections is not None else ()
     if any(offer and offer.get("at") for offer in offers) and len(set(world.nodes.values())) > 1:
