@@ -30,8 +30,8 @@ class Report:
     ranks: Sequence[Any]
 
     def __str__(self) -> str:
-        found = find("reports", "table")
-        text: str = found.load()(self) if found is not None else repr(self)
+        table = find("reports", "table")
+        text: str = table.load()(self) if table is not None else repr(self)
         return text
 
     @property

@@ -53,8 +53,8 @@ class ConnectionCache:
         with _lock:
             if self._lasting is None:
                 self._lasting = make()
-            found: T = self._lasting
-        return found
+            resource: T = self._lasting
+        return resource
 
     def take(self, name: str) -> Any:
         """Removes a resource from the cache and returns it; None if there is none of that name."""

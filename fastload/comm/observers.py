@@ -184,8 +184,8 @@ def _switch_on() -> None:
     """Starts the extensions that environment variables switch on: ``FASTLOAD_METRICS`` the one so named."""
     given = environment("FASTLOAD_")
     for name in extensions_of_fastload("switches"):
-        if (text := given.get(f"FASTLOAD_{name.upper()}")) and (found := find("switches", name)):
-            found.load()(text)
+        if (text := given.get(f"FASTLOAD_{name.upper()}")) and (switch := find("switches", name)):
+            switch.load()(text)
 
 
 def notify(world: World, name: str, began_s: float, **facts: Any) -> None:
@@ -214,8 +214,8 @@ def _tell_extensions(event: Event) -> None:
     """Switches extensions on, and tells the one that logs events, if they are logged."""
     _switch_on()
     is_logged = logging.getLogger(f"fastload.{event.name}").isEnabledFor(logging.INFO)
-    if is_logged and (found := find("logs", "events")):
-        found.load()(event)
+    if is_logged and (log := find("logs", "events")):
+        log.load()(event)
 
 
 @contextmanager

@@ -63,8 +63,8 @@ class CodedNode(NamedTuple):
         Raises:
             OptionError: It is not installed.
         """
-        found: ValueCodec = extension("codecs", self.codec, "a value of the checkpoint")
-        return found
+        codec: ValueCodec = extension("codecs", self.codec, "a value of the checkpoint")
+        return codec
 
 
 def coded_of(node: Any) -> CodedNode | None:
@@ -83,7 +83,7 @@ def coded_of(node: Any) -> CodedNode | None:
 
 @cache
 def _codecs() -> Mapping[str, ValueCodec]:
-    return {name: found.load() for name, found in extensions("codecs").items()}
+    return {name: known.load() for name, known in extensions("codecs").items()}
 
 
 def encode_with_extensions(value: Any) -> tuple[str, Any, Mapping[str, Any]] | None:

@@ -96,11 +96,11 @@ class Space(Generic[Ranged]):
         The ranges have to be in the order of their bytes.
         """
         for index in range(max(0, self.find(file, begin)), len(self.ranges)):
-            found = self.ranges[index]
-            if (found.file, found.offset) >= (file, end):
+            byte_range = self.ranges[index]
+            if (byte_range.file, byte_range.offset) >= (file, end):
                 return
-            first, last = max(0, begin - found.offset), min(found.nbytes, end - found.offset)
-            if found.file == file and first < last:
+            first, last = max(0, begin - byte_range.offset), min(byte_range.nbytes, end - byte_range.offset)
+            if byte_range.file == file and first < last:
                 yield index, first, last
 
     def find(self, file: int, offset: int) -> int:

@@ -292,8 +292,8 @@ def _open_guarded(location: Location, options: Mapping[str, Any], open_own: Call
             why = secrets.hide(str(error))
             raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
     if not isinstance(storage, Storage):
-        found = type(storage).__name__
-        raise OptionError(f"cannot open {location}: its factory returned {found}, not a fastload.Storage")
+        kind = type(storage).__name__
+        raise OptionError(f"cannot open {location}: its factory returned {kind}, not a fastload.Storage")
     storage.secrets = secrets
     return storage
 

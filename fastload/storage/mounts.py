@@ -37,26 +37,26 @@ def bucket_client(path: str) -> str:
 
 def _mount_of(path: str) -> tuple[str, str]:
     """Returns type and source of the mount that holds a path."""
-    best, found = "", ("", "")
+    best, mount = "", ("", "")
     for point, kind, source in mounts():
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
-            best, found = point, (kind, source)
-    return found
+            best, mount = point, (kind, source)
+    return mount
 
 
 def mounts() -> list[tuple[str, str, str]]:
     """Returns mount point, type and source of each mount; empty if unknown."""
-    found = []
+    entries = []
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            for line in mounts:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
                 fields = line.split(" ")  # a path may have other white space
                 after = fields[fields.index("-") + 1 :]
-                found.append((_unescape(fields[4]), after[0], _unescape(after[1])))
+                entries.append((_unescape(fields[4]), after[0], _unescape(after[1])))
     except OSError:
         return []
-    return found
+    return entries
 
 
 def _unescape(field: str) -> str:

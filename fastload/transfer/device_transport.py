@@ -83,7 +83,7 @@ class _GridMemory(_DeviceMemory):
     def allocate(self, count: int, nbytes: int) -> None:
         super().allocate(count, nbytes)
         # Here: a rank that ran out of memory in a round would leave the others waiting.
-        self.statuses = [
+        self.statuses += [
             (self._on_device(self._num_ranks), allocate_staging(self._num_ranks, pinned=True))
             for _ in range(count)
         ]

@@ -185,8 +185,8 @@ def _packed(addresses: Mapping[str, Sequence[str]]) -> str:
 
 
 def _unpacked(packed: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(zlib.decompress(base64.b85decode(packed)))
-    return found
+    addresses: dict[str, list[str]] = json.loads(zlib.decompress(base64.b85decode(packed)))
+    return addresses
 
 
 class _Connection:
