@@ -25,11 +25,9 @@ class CachedResource(Protocol):
 
     def drop(self) -> None:
         """Releases it permanently; never blocks or raises."""
-        ...
 
     def disown(self) -> None:
         """Closes its descriptors in a forked child, which has none of the parent's threads; never raises."""
-        ...
 
 
 class ConnectionCache:

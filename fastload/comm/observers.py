@@ -34,15 +34,12 @@ class Observer(Protocol):
         Args:
             hosts: Host of each rank.
         """
-        ...
 
     def follow(self, watches: Mapping[str, Stopwatch]) -> None:
         """Work begins, which these stopwatches measure, by stage: listen to them for each piece of it."""
-        ...
 
     def add(self, stage: str, began_s: float) -> None:
         """A stage ends that has no stopwatch and began at this `time.perf_counter`."""
-        ...
 
     def end(self, name: str, began_s: float, error: BaseException | None) -> None:
         """This rank has done its part of a load or a save, or failed; the ranks may not know the outcome yet.
@@ -52,7 +49,6 @@ class Observer(Protocol):
             began_s: Its beginning, by `time.perf_counter`.
             error: The error that ended it, or None.
         """
-        ...
 
     def close(self, about: Mapping[str, Any]) -> None:
         """All ranks know the outcome.
@@ -60,7 +56,6 @@ class Observer(Protocol):
         Args:
             about: JSON values: ``what``, and the bytes of all ranks, ``bytes_wanted`` or ``nbytes``.
         """
-        ...
 
 
 class TraceWriter(Observer, Protocol):

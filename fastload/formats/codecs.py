@@ -24,7 +24,6 @@ class ValueCodec(Protocol):
         Raises:
             NotPlain: It is of this kind and cannot be saved.
         """
-        ...
 
     def decode(self, header: Any, parts: Mapping[str, Any]) -> Any:
         """Returns the value; its tensors may be on the meta device, or DTensors as `shards` gives.
@@ -32,11 +31,9 @@ class ValueCodec(Protocol):
         Raises:
             ValueError: It is malformed (also `TypeError`), or `Unknown`.
         """
-        ...
 
     def parts(self, value: Any, header: Any) -> Mapping[str, Any] | None:
         """Returns the parts of an existing value, to be loaded in place; None if the header does not fit."""
-        ...
 
     def shards(self, header: Any, shapes: Mapping[str, Sequence[int]], like: Tensor) -> Mapping[str, Tensor]:
         """Returns a DTensor, of any dtype, for each part that is sharded if the value is as `like` is.
@@ -46,7 +43,6 @@ class ValueCodec(Protocol):
             shapes: The shapes of the parts that are tensors.
             like: A DTensor.
         """
-        ...
 
 
 class CodedNode(NamedTuple):

@@ -88,7 +88,6 @@ class Format(Protocol):
             files: The names of the files of a directory; None of a single file.
             head: The first bytes of a single file, at most 16; else empty.
         """
-        ...
 
     def read(self, storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
         """Reads the headers.
@@ -104,7 +103,6 @@ class Format(Protocol):
         Raises:
             ManifestError: A file is malformed.
         """
-        ...
 
     def digest(self, storage: Storage, name: str) -> str:
         """Returns what ranks compare of their copies of a file; empty if it is malformed.
@@ -114,7 +112,6 @@ class Format(Protocol):
             name: The record, of which this is `Manifest.record_digest`; or without a record one of the
                 files, of which it is `FileEntry.header_digest`.
         """
-        ...
 
 
 class Sight(IntEnum):

@@ -154,11 +154,11 @@ def _order_of(mesh: Any) -> _Order:
     for known, order in _last_order[:]:
         if known() is mesh:
             return order
-    order = _ORDERS.get(mesh)
-    if order is None:
-        order = _ORDERS[mesh] = _find_order(mesh)
-    _last_order[:] = [(ref(mesh), order)]
-    return order
+    of_mesh = _ORDERS.get(mesh)
+    if of_mesh is None:
+        of_mesh = _ORDERS[mesh] = _find_order(mesh)
+    _last_order[:] = [(ref(mesh), of_mesh)]
+    return of_mesh
 
 
 def _find_order(mesh: Any) -> _Order:

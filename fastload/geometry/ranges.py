@@ -16,17 +16,14 @@ class HasRange(Protocol):
     @property
     def file(self) -> int:
         """Index of the file."""
-        ...
 
     @property
     def offset(self) -> int:
         """First byte in the file."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
-        ...
 
 
 class ByteRange(NamedTuple):

@@ -143,7 +143,6 @@ class Request(Protocol):
 
     def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
         """Finds the destinations; see `LoadRequest.match`."""
-        ...
 
 
 @dataclass(frozen=True)

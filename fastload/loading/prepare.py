@@ -20,7 +20,7 @@ import xxhash
 
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import PAGE_BYTES, uncollected
-from fastload.base.state_copies import state_copies
+from fastload.base.state_copies import wait_for_copies
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
 from fastload.comm.observers import Observers
@@ -270,7 +270,7 @@ def prepare(
     """
     start = start or LoadStart.now(opened)
     what = f"preparing to load {opened.access.stored.url}"
-    state_copies.wait()
+    wait_for_copies()
     with ExitStack() as unused:
         with opened.world.step(what) as step:
             matched, job = _match(opened, request, match, start)

@@ -62,7 +62,6 @@ class Supplier(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether this rank has all that it is to have, so that `wait` does not wait for it."""
-        ...
 
     def wait(self, session: Session) -> None:
         """Waits until all ranks have what they are to have, verified. A call of all ranks.
@@ -70,19 +69,15 @@ class Supplier(Protocol):
         Raises:
             FastloadError: A rank failed.
         """
-        ...
 
     def supplied(self) -> Supplied | None:
         """Returns what it has got, after `wait`; None if loads are to read storage."""
-        ...
 
     def covers(self, manifest: Manifest) -> bool:
         """Whether it can still serve, now that layouts were read again."""
-        ...
 
     def close(self, *, wait_s: float) -> None:
         """Ends what it has under way."""
-        ...
 
 
 class Session:

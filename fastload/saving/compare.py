@@ -276,7 +276,6 @@ class ReplicaDigests(Protocol):
 
     def hold_caller(self) -> None:
         """Has this thread's current streams wait until all are computed; the host does not wait."""
-        ...
 
     def get(self, limit_s: float) -> list[int]:
         """Waits for the digests, and returns them in the order of the ranges.
@@ -284,7 +283,6 @@ class ReplicaDigests(Protocol):
         Raises:
             DeadlineExceeded: They took longer than `limit_s` seconds, or what was queued before them.
         """
-        ...
 
 
 def begin_digests(reader: StateReader, ranges: Sequence[ShardRange], *, num_first: int = 0) -> ReplicaDigests:

@@ -118,6 +118,9 @@ class Snapshot:
         """Waits until the state may change; returns whether it may, after so many seconds at most."""
         return True
 
+    def release_steps(self) -> None:
+        """Has no steps of training wait any more; called in the thread that waits for the copy."""
+
     def await_copies(self) -> None:
         """Waits until all bytes are copied; raises the error of the copy."""
 

@@ -84,7 +84,6 @@ class StorageOpener(Protocol):
         Raises:
             OptionError: The URL or an option is invalid, or a package is missing.
         """
-        ...
 
 
 def register_storage(scheme: str, factory: Callable[..., Storage]) -> None:

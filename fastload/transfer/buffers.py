@@ -31,18 +31,15 @@ class Writer(Protocol):
 
         None if the range has to be placed.
         """
-        ...
 
     def place(self, start: int, data: Tensor) -> None:
         """Copies data to a range of the requested bytes; it may use the data afterwards, see `follow`."""
-        ...
 
     def follow(self) -> Callable[[], bool]:
         """Returns a function that tells whether no data placed so far is in use any more.
 
         A writer may also wait for that here.
         """
-        ...
 
 
 class Arrival(NamedTuple):

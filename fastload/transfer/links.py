@@ -301,11 +301,9 @@ class Offering(Protocol):
         Its ``host``, if present, has the first rank of this host as ``leader``, and the ``token`` of the
         cached connections between the ranks of the host.
         """
-        ...
 
     def renew(self) -> None:
         """Drops the cached connections, since other ranks no longer have theirs."""
-        ...
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         """Takes the offers of all ranks of the world, whose tokens are equal.
@@ -313,7 +311,6 @@ class Offering(Protocol):
         Returns:
             The addresses that this rank will connect to.
         """
-        ...
 
 
 def offer_of(connections: Offering | None) -> Any:
