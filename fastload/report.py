@@ -51,8 +51,7 @@ class ReadReport(Report):
 
     def num_bytes(self) -> int:
         """Returns the bytes of what is read, each counted once."""
-        nbytes: int = vars(self)["nbytes"]
-        return nbytes
+        raise NotImplementedError
 
     @property
     def read_amplification(self) -> float:
@@ -236,6 +235,10 @@ class VerifyReport(ReadReport):
     nbytes: int
     outcome: str = "intact"
     ranks: Sequence[RankReport] = field(default_factory=tuple)
+
+    def num_bytes(self) -> int:
+        """Returns `nbytes`."""
+        return self.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from fastload.base import state_copies
 from fastload.base.devices import adopt_device, own_device
 from fastload.base.threads import ProcessLock, one_torch_thread
 from fastload.errors import StateChanged, some_of
+from fastload.geometry.dtensors import is_sharded
 from fastload.saving.messages import ShardMessage, ShardRange
 from fastload.saving.reader import StateReader
 from fastload.saving.snapshot import Snapshot
@@ -218,7 +219,7 @@ class OverlappedSnapshot(Snapshot):
                 else:
                     reader.copy(ranges, self.get(message)[first:last])
         late = [number for number, found in versions.items() if found]
-        self._reader = reader.in_background(late)
+        self._reader = _in_background(reader, late)
         self._changes = _ChangeCheck({reader.name_of(number): versions[number] for number in late})
         self._queue = _PieceQueue(pieces)
         self._ended = threading.Event()
@@ -300,6 +301,18 @@ class OverlappedSnapshot(Snapshot):
         self._ended.wait()
         self._changes.forget()  # the handle of a failed save may be kept
         _held_steps.discard(self)
+
+
+def _in_background(reader: StateReader, numbers: Iterable[int]) -> StateReader:
+    """Returns a reader of some tensors, by their numbers in `Layout.space`, as they are now.
+
+    It reads the same memory even if the caller gives its tensors other memory. On accelerators it has streams
+    of its own, which begin after the work that is queued on the caller's.
+    """
+    parts = {name: reader.parts_of(name) for name in map(reader.name_of, numbers)}
+    tensors = {name: reader.tensors[name] for name in parts}
+    plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_sharded(tensor)}
+    return reader.replaced(tensors | plain, parts, reader.streams.for_copies())
 
 
 def _cut(

@@ -236,8 +236,10 @@ def parse_checked(
     version = raw.get("version")
     if raw.get("format") != name or type(version) is not int or version not in keys:
         versions = f"version{'s' * (len(keys) > 1)} {' and '.join(map(str, keys))}"
-        told = f"format {show(raw.get('format'))}, version {show(version)}"
-        raise UnsupportedVersion(f"{url}: {told}: this fastload reads {name!r}, {versions}: update fastload")
+        declared = f"format {show(raw.get('format'))}, version {show(version)}"
+        raise UnsupportedVersion(
+            f"{url}: {declared}: this fastload reads {name!r}, {versions}: update fastload"
+        )
     if raw.keys() != keys[version]:
         raise ManifestError(f"{url}: needs exactly the keys {sorted(keys[version])}, got {show(sorted(raw))}")
     if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
