@@ -329,7 +329,7 @@ def _match_into(
     places = {entry.name: place for place, entry in enumerate(manifest.tensors)}
     by_place = sorted(
         [*made, *((saved.stored, saved.own_name, tensor) for saved, tensor in in_place)],
-        key=lambda found: places[found[0]],
+        key=lambda named: places[named[0]],
     )
     named = {name: tensor for _, name, tensor in by_place}
     slots = [(slot, tensor) for tensor, slots in replaced.values() for slot in slots]

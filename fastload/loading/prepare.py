@@ -429,18 +429,18 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
     """
     world, manifest = matched.opened.world, matched.opened.access.stored
     with world.gathering_step(f"telling what each rank wants of {manifest.url}") as gathered:
-        own = request_of(manifest, matched.match.destinations)
-        gathered.answer(own.packed)
-    return open_on_all(matched.opened, lambda: _open_sharded(matched, own, gathered.answers))
+        request = request_of(manifest, matched.match.destinations)
+        gathered.answer(request.packed)
+    return open_on_all(matched.opened, lambda: _open_sharded(matched, request, gathered.answers))
 
 
 @uncollected
-def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[bytes]) -> Job:
+def _open_sharded(matched: MatchedRequest, request: RankRequest, packed: Sequence[bytes]) -> Job:
     """Opens a load whose ranks want different bytes.
 
     Args:
         matched: The request of this rank.
-        own: The bytes that it wants.
+        request: The bytes that it wants.
         packed: `RankRequest.packed` of each rank.
     """
     opened, decision = matched.opened, matched.decision
@@ -451,7 +451,7 @@ def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[by
     sharing = SharingGroups(extents, requests, opened.block_bytes, contiguous=contiguous)
     bytes_wanted = sharing.union_bytes
     if decision.alone:
-        requests = RankRequests((own,), ((opened.world.rank,),))
+        requests = RankRequests((request,), ((opened.world.rank,),))
         sharing = SharingGroups(extents, requests, opened.block_bytes)
     plan = plan_routes(
         sharing,
@@ -556,9 +556,9 @@ def _unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -
     names = [entry.name for entry in manifest.tensors]
     with world.gathering_step(f"comparing what the ranks do not want of {manifest.url}") as step:
         step.answer(_pack_names(surplus, names))
-    found = [_unpack_names(data) for data in set(step.answers)]
-    mask = reduce(and_, (mask for mask, _ in found))
-    others = reduce(and_, (others for _, others in found))
+    unwanted = [_unpack_names(data) for data in set(step.answers)]
+    mask = reduce(and_, (mask for mask, _ in unwanted))
+    others = reduce(and_, (others for _, others in unwanted))
     return {name for index, name in enumerate(names) if mask >> index & 1} | others
 
 

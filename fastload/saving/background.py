@@ -199,8 +199,8 @@ def raise_unseen() -> None:
 def _of_earlier_save(error: FastloadError, url: str) -> FastloadError:
     """Returns the error of a save as another call raises it."""
     earlier, text = copy.copy(error), str(error.args[0])
-    own = f"saving to {url}"
-    text = text.removeprefix(own) if text.startswith(own) else f" failed: {text}"
+    prefix = f"saving to {url}"
+    text = text.removeprefix(prefix) if text.startswith(prefix) else f" failed: {text}"
     earlier.args = (f"the earlier save to {url}{text}",)
     return earlier
 

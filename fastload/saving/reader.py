@@ -98,7 +98,7 @@ class StateReader:
         counters = [tensor]
         if is_sharded(tensor):
             counters += [*(part for _, part in parts), self._shards.get(local.data_ptr(), local)]
-        return [(each, each._version) for each in counters]
+        return [(counter, counter._version) for counter in counters]
 
     @property
     def on_device(self) -> bool:
@@ -145,11 +145,11 @@ class StateReader:
         tensor = self.tensors.get(name)
         if tensor is not None and not is_sharded(tensor) and box.sizes == tensor.shape:
             return tensor
-        for own, view in self.parts_of(name):
-            if own == box:
+        for held, view in self.parts_of(name):
+            if held == box:
                 return view
-            if own.intersect(box) == box:
-                return narrowed(view, box.relative_to(own))
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
         raise AssertionError(f"this rank does not hold {box}")
 
     def wait_copied(self) -> None:
