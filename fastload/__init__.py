@@ -166,12 +166,12 @@ def __getattr__(name: str) -> Any:
     module = _MODULES[name]
     if module.startswith(_EXTENSIONS):
         try:
-            found = extension_module(module.removeprefix(_EXTENSIONS))
+            loaded = extension_module(module.removeprefix(_EXTENSIONS))
         except OptionError as error:
             raise _MissingExtension(str(error)) from None
     else:
-        found = import_module(module)
-    globals()[name] = getattr(found, name)
+        loaded = import_module(module)
+    globals()[name] = getattr(loaded, name)
     return globals()[name]
 
 

@@ -296,15 +296,15 @@ def _sources_in_environment() -> tuple[ByteSource, ...]:
     given = {name: text for name, text in environment(_PREFIX).items() if name not in _VARIABLES and text}
     if not given:
         return ()
-    found = []
+    sources = []
     for name, known in sorted(extensions("sources").items()):
         variable = f"{_PREFIX}{name.upper()}"
         if text := given.get(variable):
             try:
-                found.append(known.load()(text))
+                sources.append(known.load()(text))
             except ValueError as error:
                 raise OptionError(f"{variable}={text!r}: {error}") from None
-    return tuple(found)
+    return tuple(sources)
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)

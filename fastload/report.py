@@ -30,8 +30,8 @@ class Report:
     ranks: Sequence[Any]
 
     def __str__(self) -> str:
-        found = find("reports", "table")
-        text: str = found.load()(self) if found is not None else repr(self)
+        table = find("reports", "table")
+        text: str = table.load()(self) if table is not None else repr(self)
         return text
 
     @property
@@ -51,8 +51,7 @@ class ReadReport(Report):
 
     def num_bytes(self) -> int:
         """Returns the bytes of what is read, each counted once."""
-        nbytes: int = vars(self)["nbytes"]
-        return nbytes
+        raise NotImplementedError
 
     @property
     def read_amplification(self) -> float:
@@ -236,6 +235,10 @@ class VerifyReport(ReadReport):
     nbytes: int
     outcome: str = "intact"
     ranks: Sequence[RankReport] = field(default_factory=tuple)
+
+    def num_bytes(self) -> int:
+        """Returns `nbytes`."""
+        return self.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

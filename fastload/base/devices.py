@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
@@ -73,34 +73,6 @@ def with_index(device: torch.device) -> torch.device:
 
 def _current_index(count: int) -> int:
     return torch.accelerator.current_device_index() if count else 0
-
-
-def accelerator_names() -> list[str]:
-    """Returns the name of each device of the accelerator, by index."""
-    served = torch.accelerator.current_accelerator()
-    if served is None or not torch.accelerator.is_available():
-        return []
-    name_of = getattr(torch.get_device_module(served), "get_device_name", lambda number: f"{served}:{number}")
-    return [name_of(number) for number in range(torch.accelerator.device_count())]
-
-
-def random_states() -> list[Tensor]:
-    """Returns the states of the accelerator's random number generators, in the order of its devices.
-
-    They are empty before its first use: then nothing has been drawn, and asking would start it.
-    """
-    served = torch.accelerator.current_accelerator()
-    module = torch.get_device_module(served) if served is not None else None
-    if module is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
-        return []
-    return [module.get_rng_state(number) for number in range(torch.accelerator.device_count())]
-
-
-def set_random_states(states: Sequence[Tensor]) -> None:
-    """Sets the states of the generators of the first devices; ignores those of devices that are not here."""
-    served = torch.accelerator.current_accelerator()
-    for number, state in enumerate(states[: torch.accelerator.device_count()]):
-        torch.get_device_module(served).set_rng_state(state, number)
 
 
 @cache

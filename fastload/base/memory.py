@@ -178,11 +178,6 @@ def _huge_pages_pay(reporting: str) -> bool:
         return True
 
 
-def available_bytes() -> int | None:
-    """Returns the available memory of the system or of the container, whichever is less; None if unknown."""
-    return memory_bytes()[1]
-
-
 def memory_bytes(cgroups: str = "/sys/fs/cgroup") -> tuple[int | None, int | None]:
     """Returns the total and the available memory of the system or of the container, whichever is less.
 
@@ -198,12 +193,12 @@ def memory_bytes(cgroups: str = "/sys/fs/cgroup") -> tuple[int | None, int | Non
 
 
 def _memory_of_system() -> tuple[int | None, int | None]:
-    found = {}
+    sizes = {}
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             name, _, rest = line.partition(":")
-            found[name] = 1024 * int(rest.split()[0])
-    return found.get("MemTotal"), found.get("MemAvailable")
+            sizes[name] = 1024 * int(rest.split()[0])
+    return sizes.get("MemTotal"), sizes.get("MemAvailable")
 
 
 def _memory_of_container(cgroups: str) -> tuple[int | None, int | None]:

@@ -84,10 +84,10 @@ def extension(kind: str, name: str, what: str) -> Any:
     Raises:
         OptionError: It is not installed, or cannot be imported.
     """
-    found = find(kind, name)
-    if found is None:
+    known = find(kind, name)
+    if known is None:
         raise OptionError(f"{what} needs the extension {name!r}, {not_installed(kind, name)}")
-    return found.load()
+    return known.load()
 
 
 def not_installed(kind: str, name: str) -> str:
@@ -106,10 +106,10 @@ def find(kind: str, name: str) -> Extension | None:
 
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any; first those of fastload."""
-    own = {name: found for name in extensions_of_fastload(kind) if (found := _own(kind, name)) is not None}
+    own = {name: known for name in extensions_of_fastload(kind) if (known := _own(kind, name)) is not None}
     return {
         **own,
-        **{name: found for name, found in installed_extensions().get(kind, {}).items() if name not in own},
+        **{name: known for name, known in installed_extensions().get(kind, {}).items() if name not in own},
     }
 
 
@@ -138,9 +138,9 @@ def installed_extensions() -> Mapping[str, Mapping[str, Extension]]:
 
 
 def _by_name(kind: str, points: Iterable[EntryPoint]) -> Mapping[str, Extension]:
-    found: dict[str, Extension] = {}
+    by_name: dict[str, Extension] = {}
     for point in points:
-        known = found.setdefault(point.name, Extension(kind, point))
-        if known.point.value != point.value:
-            found[point.name] = replace(known, rival=point)
-    return found
+        first = by_name.setdefault(point.name, Extension(kind, point))
+        if first.point.value != point.value:
+            by_name[point.name] = replace(first, rival=point)
+    return by_name

@@ -28,23 +28,6 @@ _RANK, _AS_JSON = "fastload.rank", "fastload.as_json"  # in click's `Context.met
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, on rank 0.")
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes no parameter
-    """A number with its unit, or a name."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parses the text of an option."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except OptionError as error:
-            raise OptionError(f"{param.opts[0] if param else self.name}: {error}") from None
-
-
 class CommandGroup(click.Group):
     """Commands whose errors become one line on stderr, a JSON object with ``--json``, and an exit status.
 
@@ -213,13 +196,11 @@ def age(since_s: float) -> str:
     return f"{age_s:.0f} s"
 
 
-def _parse_png(text: str) -> str:
-    if not text.lower().endswith(".png"):
-        raise OptionError(f"{text}: its name has to end in .png")
-    return text
-
-
-PNG = Quantity("png", _parse_png)
+def parse_png(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:
+    """Checks the value of an option that names a drawing; a callback of click."""
+    if path is not None and not path.lower().endswith(".png"):
+        raise OptionError(f"{param.opts[0]}: {path}: its name has to end in .png")
+    return path
 
 
 def new_figure(size: tuple[float, float], *, dpi: int) -> tuple[Any, Any]:

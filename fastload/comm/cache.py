@@ -25,11 +25,9 @@ class CachedResource(Protocol):
 
     def drop(self) -> None:
         """Releases it permanently; never blocks or raises."""
-        ...
 
     def disown(self) -> None:
         """Closes its descriptors in a forked child, which has none of the parent's threads; never raises."""
-        ...
 
 
 class ConnectionCache:
@@ -53,8 +51,8 @@ class ConnectionCache:
         with _lock:
             if self._lasting is None:
                 self._lasting = make()
-            found: T = self._lasting
-        return found
+            resource: T = self._lasting
+        return resource
 
     def take(self, name: str) -> Any:
         """Removes a resource from the cache and returns it; None if there is none of that name."""

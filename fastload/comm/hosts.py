@@ -125,10 +125,10 @@ def address_of(interface: str) -> str | None:
 def host_addresses() -> list[str]:
     """Returns the IP addresses that this host's name resolves to."""
     try:
-        found = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(where[0]) for *_, where in found]
+    return [str(where[0]) for *_, where in addresses]
 
 
 def listener_at(address: str) -> socket.socket | None:
@@ -160,15 +160,15 @@ def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> No
         one_at_each.setdefault(peer.address, peer)
     tried = sorted(list(one_at_each.values())[:_MOST])
     problems = in_threads(lambda peer: _problem_with(peer, limit_s), tried, _MOST)
-    found = [
+    unreachable = [
         f"rank {peer.rank} on {peer.host} at {peer.address} port {peer.port} ({problem})"
         for peer, problem in zip(tried, problems, strict=True)
         if problem
     ]
-    if found:
+    if unreachable:
         raise WorldError(
-            f"could not connect to {some_of(found)}: open {_free_ports()} between the hosts, or name another "
-            "network interface in GLOO_SOCKET_IFNAME"
+            f"could not connect to {some_of(unreachable)}: open {_free_ports()} between the hosts, or name "
+            "another network interface in GLOO_SOCKET_IFNAME"
         )
 
 
@@ -353,20 +353,20 @@ def connect(address: str, rank: int, look: Callable[[], float]) -> socket.socket
     Raises:
         Unreachable: It does not listen there any more.
     """
-    found = json.loads(address)
-    link = _connect(found, machine(socket.gethostname(), rank))
-    greet(link, found["secret"], rank, look)
+    place = json.loads(address)
+    link = _connect(place, machine(socket.gethostname(), rank))
+    greet(link, place["secret"], rank, look)
     return link
 
 
-def _connect(found: dict[str, Any], here: str) -> socket.socket:
-    if found["machine"] == here:
+def _connect(place: dict[str, Any], here: str) -> socket.socket:
+    if place["machine"] == here:
         with contextlib.suppress(OSError):
-            return connect_unix(found["name"])
+            return connect_unix(place["name"])
     problem = "no address"
-    for host in found["hosts"]:
+    for host in place["hosts"]:
         try:
-            return socket.create_connection((host, found["port"]), timeout=_CONNECTING_S)
+            return socket.create_connection((host, place["port"]), timeout=_CONNECTING_S)
         except OSError as error:
             problem = f"{host}: {error}"
     raise Unreachable(problem)

@@ -363,9 +363,9 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
         name = secrets.token_hex(8)
         store.set("incarnation", name)
         store.add(f"{name}/ranks", 1)
-        while (found := store.add(f"{name}/ranks", 0)) < size:
+        while (num_here := store.add(f"{name}/ranks", 0)) < size:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
+                raise RuntimeError(f"only {num_here} of {size} ranks came within {_MEETING_S:.0f} s")
             store.add(f"{name}/beats", 1)
             time.sleep(_POLL_S)
         store.set(f"{name}/all", "here")

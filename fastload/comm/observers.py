@@ -34,15 +34,12 @@ class Observer(Protocol):
         Args:
             hosts: Host of each rank.
         """
-        ...
 
     def follow(self, watches: Mapping[str, Stopwatch]) -> None:
         """Work begins, which these stopwatches measure, by stage: listen to them for each piece of it."""
-        ...
 
     def add(self, stage: str, began_s: float) -> None:
         """A stage ends that has no stopwatch and began at this `time.perf_counter`."""
-        ...
 
     def end(self, name: str, began_s: float, error: BaseException | None) -> None:
         """This rank has done its part of a load or a save, or failed; the ranks may not know the outcome yet.
@@ -52,7 +49,6 @@ class Observer(Protocol):
             began_s: Its beginning, by `time.perf_counter`.
             error: The error that ended it, or None.
         """
-        ...
 
     def close(self, about: Mapping[str, Any]) -> None:
         """All ranks know the outcome.
@@ -60,7 +56,6 @@ class Observer(Protocol):
         Args:
             about: JSON values: ``what``, and the bytes of all ranks, ``bytes_wanted`` or ``nbytes``.
         """
-        ...
 
 
 class TraceWriter(Observer, Protocol):
@@ -184,8 +179,8 @@ def _switch_on() -> None:
     """Starts the extensions that environment variables switch on: ``FASTLOAD_METRICS`` the one so named."""
     given = environment("FASTLOAD_")
     for name in extensions_of_fastload("switches"):
-        if (text := given.get(f"FASTLOAD_{name.upper()}")) and (found := find("switches", name)):
-            found.load()(text)
+        if (text := given.get(f"FASTLOAD_{name.upper()}")) and (switch := find("switches", name)):
+            switch.load()(text)
 
 
 def notify(world: World, name: str, began_s: float, **facts: Any) -> None:
@@ -214,8 +209,8 @@ def _tell_extensions(event: Event) -> None:
     """Switches extensions on, and tells the one that logs events, if they are logged."""
     _switch_on()
     is_logged = logging.getLogger(f"fastload.{event.name}").isEnabledFor(logging.INFO)
-    if is_logged and (found := find("logs", "events")):
-        found.load()(event)
+    if is_logged and (log := find("logs", "events")):
+        log.load()(event)
 
 
 @contextmanager

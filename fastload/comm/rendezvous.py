@@ -177,8 +177,8 @@ class StoreStep:
             for number, key in enumerate(keys):
                 begin = number * PART_BYTES
                 self._store.set(key, decision[begin : begin + PART_BYTES])
-        found = str(self._store.compare_set(self.decision, "", value), "ascii")
-        return decision if found == value else self._complete(found)
+        stored = str(self._store.compare_set(self.decision, "", value), "ascii")
+        return decision if stored == value else self._complete(stored)
 
     def keys_of(self, decision: str) -> list[str]:
         """Returns the keys that hold a decision."""

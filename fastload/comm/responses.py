@@ -78,7 +78,7 @@ def write_response(rank: int, response: Mapping[str, Any]) -> str:
 
 def join_responses(tables: Iterable[str]) -> str:
     """Merges tables; the first of two values of a rank with one name counts."""
-    found: dict[str, list[str]] = {}
+    ranks_by_line: dict[str, list[str]] = {}
     columns: dict[str, list[tuple[str, str]]] = {}
     for table in tables:
         for line in table.split("\n"):
@@ -88,9 +88,9 @@ def join_responses(tables: Iterable[str]) -> str:
                 if value.startswith(_COLUMN):
                     columns.setdefault(name, []).append((ranks, value[1:]))
                 else:
-                    found.setdefault(said, []).append(ranks)
+                    ranks_by_line.setdefault(said, []).append(ranks)
     join_ranks, order = cache(_join_ranks), cache(_order)  # most lines are of the same ranks
-    lines = [f"{join_ranks(tuple(ranks))}\t{said}\n" for said, ranks in found.items()]
+    lines = [f"{join_ranks(tuple(ranks))}\t{said}\n" for said, ranks in ranks_by_line.items()]
     for name, parts in columns.items():
         ranks, text = _join_columns(parts, order(tuple(ranks for ranks, _ in parts)))
         lines.append(f"{ranks}\t{name}\t{_COLUMN}{text}\n")
@@ -166,8 +166,8 @@ def _texts(values: Sequence[Any]) -> list[str]:
     if len(texts) == len(values):
         return texts
     plain = [value for value in values if not isinstance(value, _WITH_PARTS)]
-    found = iter(_encoder.encode(plain)[1:-1].split(_NEXT))
-    return [json.dumps(value) if isinstance(value, _WITH_PARTS) else next(found) for value in values]
+    encoded = iter(_encoder.encode(plain)[1:-1].split(_NEXT))
+    return [json.dumps(value) if isinstance(value, _WITH_PARTS) else next(encoded) for value in values]
 
 
 def _assembled(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
@@ -202,13 +202,13 @@ def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]]
 
 def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
     """Returns the value of each rank; the first one if there are two."""
-    found: dict[int, str] = {}
+    by_rank: dict[int, str] = {}
     for ranks, text in parts:
         each = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))
         said = chain.from_iterable([value] * count for value, count in _runs(text))
         for rank, value in zip(each, said, strict=True):
-            found.setdefault(rank, value)
-    return sorted(found.items())
+            by_rank.setdefault(rank, value)
+    return sorted(by_rank.items())
 
 
 def _join_texts(texts: Iterable[str]) -> str:

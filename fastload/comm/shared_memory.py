@@ -138,11 +138,9 @@ class RoundObserver(Protocol):
             statuses: Status of each chunk that could not be read, by reader.
             released: No rank needs this round or an earlier one.
         """
-        ...
 
     def lost(self, rank: int) -> None:
         """Called when a rank of the host has died."""
-        ...
 
 
 class _HostMessage(NamedTuple):

@@ -412,13 +412,13 @@ class Versions:
         while True:
             first = str(store.get(_NAME), "ascii").partition(" ")[2]
             said = [*str(store.get(_VERSIONS), "ascii").splitlines(), first]
-            found = {each: version for each, _, version in (line.partition(" ") for line in said) if each}
-            if len(found) == self._member.size or time.monotonic() > until:
+            versions = {rank: version for rank, _, version in (line.partition(" ") for line in said) if rank}
+            if len(versions) == self._member.size or time.monotonic() > until:
                 break
             time.sleep(_VERSION_POLL_S)
         ranks: dict[str, list[str]] = defaultdict(list)
-        for each in sorted(found, key=int):
-            ranks[found[each]].append(each)
+        for rank in sorted(versions, key=int):
+            ranks[versions[rank]].append(rank)
         parts = [f"{version} on rank{'s' * (len(at) > 1)} {some_of(at)}" for version, at in ranks.items()]
         if not first:
             parts.append("one from before 0.2.0 on another rank")

@@ -227,10 +227,10 @@ class TreeLinks:
             if (number := link.number) >= 0:
                 by_number[number] = rank, link
                 poll.register(number, select.POLLIN | (select.POLLOUT if link.is_sending else 0))
-        found = poll.poll(1e3 * wait_s)
+        events = poll.poll(1e3 * wait_s)
         with self._turn:
             is_gone = False
-            for number, event in found:
+            for number, event in events:
                 if number not in by_number:
                     with suppress(OSError):
                         self._wakes.recv(_READ_BYTES)

@@ -10,13 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fastload.base import state_copies
 from fastload.base.devices import adopt_device, own_device
-from fastload.base.state_copies import state_copies
-from fastload.base.threads import one_torch_thread
+from fastload.base.threads import ProcessLock, one_torch_thread
 from fastload.errors import StateChanged, some_of
+from fastload.geometry.dtensors import is_sharded
 from fastload.saving.messages import ShardMessage, ShardRange
 from fastload.saving.reader import StateReader
 from fastload.saving.snapshot import Snapshot
@@ -145,13 +148,61 @@ class _ChangeCheck:
         return (id(frame), frame.f_lasti) if frame is not None else None
 
 
+class _HeldSteps:
+    """Has the steps of all optimizers wait for copies of what they change.
+
+    It does so by a hook of torch that is there only while there are copies. The hook is removed by the thread
+    that begins copies and waits for them: torch fails if a hook goes while it calls hooks in another thread.
+    A forked child has no copies.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._copies: list[OverlappedSnapshot] = []
+        self._hook: Any = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def add(self, copy: OverlappedSnapshot) -> None:
+        """Has steps wait for a copy."""
+        with self._lock:
+            self._copies.append(copy)
+            state_copies.under_way.append(copy)
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def discard(self, copy: OverlappedSnapshot) -> None:
+        """Forgets a copy."""
+        with self._lock:
+            if copy in self._copies:
+                self._copies.remove(copy)
+                state_copies.under_way.remove(copy)
+
+    def remove_hook(self) -> None:
+        """Removes the hook if there are no copies."""
+        with self._lock:
+            if self._hook is not None and not self._copies:
+                self._hook.remove()
+                self._hook = None
+
+    def _forget(self) -> None:
+        self._copies.clear()
+        state_copies.under_way.clear()
+
+    def _before_step(self, *_: object) -> None:
+        for copy in list(self._copies):
+            copy.hold_step()
+
+
+_held_steps = _HeldSteps()
+
+
 class OverlappedSnapshot(Snapshot):
     """A snapshot whose large tensors are copied in the background.
 
     A thread of low priority copies, and whoever waits helps it. On accelerators the copies have a
     stream of their own.
 
-    The state may change once `wait` has returned. Steps of optimizers wait by themselves; see `StateCopies`.
+    The state may change once `wait` has returned. Steps of optimizers wait by themselves; see `_HeldSteps`.
     Tensors whose changes torch does not count are copied on construction. The version counters of the others
     are compared when somebody has waited, or in the end. A change that nobody waited for is an error even if
     the copy had ended by chance.
@@ -168,12 +219,12 @@ class OverlappedSnapshot(Snapshot):
                 else:
                     reader.copy(ranges, self.get(message)[first:last])
         late = [number for number, found in versions.items() if found]
-        self._reader = reader.in_background(late)
+        self._reader = _in_background(reader, late)
         self._changes = _ChangeCheck({reader.name_of(number): versions[number] for number in late})
         self._queue = _PieceQueue(pieces)
         self._ended = threading.Event()
         reader.forget()
-        state_copies.add(self)
+        _held_steps.add(self)
         try:
             # A `Thread` would wait here until it runs.
             _thread.start_new_thread(self._run, (own_device(),))
@@ -210,6 +261,10 @@ class OverlappedSnapshot(Snapshot):
         self.waited_s += time.perf_counter() - began
         return True
 
+    def release_steps(self) -> None:
+        """Removes the hook of `_HeldSteps`, unless another copy needs it."""
+        _held_steps.remove_hook()
+
     def hold_step(self) -> None:
         """Has the following work of this thread begin after the copy: on the host, and on its streams."""
         began = time.perf_counter()
@@ -238,14 +293,26 @@ class OverlappedSnapshot(Snapshot):
 
     def _compare(self) -> None:
         self._changes.compare()
-        state_copies.discard(self)
+        _held_steps.discard(self)
 
     def cancel(self) -> None:
         """Ends the copy, so that nobody has to wait for it."""
         self._queue.clear()
         self._ended.wait()
         self._changes.forget()  # the handle of a failed save may be kept
-        state_copies.discard(self)
+        _held_steps.discard(self)
+
+
+def _in_background(reader: StateReader, numbers: Iterable[int]) -> StateReader:
+    """Returns a reader of some tensors, by their numbers in `Layout.space`, as they are now.
+
+    It reads the same memory even if the caller gives its tensors other memory. On accelerators it has streams
+    of its own, which begin after the work that is queued on the caller's.
+    """
+    parts = {name: reader.parts_of(name) for name in map(reader.name_of, numbers)}
+    tensors = {name: reader.tensors[name] for name in parts}
+    plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_sharded(tensor)}
+    return reader.replaced(tensors | plain, parts, reader.streams.for_copies())
 
 
 def _cut(

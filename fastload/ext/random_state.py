@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fastload.base.devices import random_states, set_random_states
 from fastload.formats.state import PerRank
 
 
@@ -24,7 +24,7 @@ class RandomState:
         if (numpy := sys.modules.get("numpy")) is not None:  # else nothing has been drawn
             name, keys, *rest = numpy.random.get_state()
             states["numpy"] = (name, keys.tolist(), *rest)
-        if devices := random_states():
+        if devices := _device_states():
             states[str(torch.accelerator.current_accelerator())] = devices
         return PerRank(states)
 
@@ -41,7 +41,7 @@ class RandomState:
             with suppress(ImportError):
                 importlib.import_module("numpy").random.set_state(states["numpy"])
         devices = states.get(str(torch.accelerator.current_accelerator()), ())
-        set_random_states([each.cpu() for each in devices])
+        _set_device_states([device_state.cpu() for device_state in devices])
 
 
 def random_state() -> RandomState:
@@ -58,3 +58,22 @@ def random_state() -> RandomState:
     generators of data loader workers are not among them.
     """
     return RandomState()
+
+
+def _device_states() -> list[Tensor]:
+    """Returns the states of the accelerator's random number generators, in the order of its devices.
+
+    They are empty before its first use: then nothing has been drawn, and asking would start it.
+    """
+    served = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(served) if served is not None else None
+    if module is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
+        return []
+    return [module.get_rng_state(number) for number in range(torch.accelerator.device_count())]
+
+
+def _set_device_states(states: Sequence[Tensor]) -> None:
+    """Sets the states of the generators of the first devices; ignores those of devices that are not here."""
+    served = torch.accelerator.current_accelerator()
+    for number, state in enumerate(states[: torch.accelerator.device_count()]):
+        torch.get_device_module(served).set_rng_state(state, number)

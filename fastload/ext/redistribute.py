@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fastload.base.devices import DeviceStreams
 from fastload.base.memory import borrowed, uncollected
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
@@ -181,6 +182,21 @@ def _encode(state: Any) -> StateEncoding:
     if encoding.own_values:
         raise OptionError("the state has fastload.PerRank values: they belong to one rank, and are not moved")
     return encoding
+
+
+def _borrowing(reader: StateReader) -> StateReader:
+    """Returns a reader of the same memory, which does not keep it; see `borrowed`."""
+    tensors = {name: borrowed(local_of(tensor)) for name, tensor in reader.tensors.items()}
+    parts = {name: [(box, borrowed(view)) for box, view in reader.parts_of(name)] for name in tensors}
+    return reader.replaced(tensors, parts, reader.streams)
+
+
+def _in_current_streams(reader: StateReader) -> StateReader:
+    """Returns a reader that copies in the streams that are the caller's now."""
+    if not reader.streams:
+        return reader
+    parts = {name: reader.parts_of(name) for name in reader.tensors}
+    return reader.replaced(reader.tensors, parts, DeviceStreams.of_caller(reader.streams.devices))
 
 
 def _memory_of(tensor: Tensor) -> tuple[torch.device, int]:
@@ -462,7 +478,7 @@ class KeptPlan:
         if inputs.key is None or not matched.match.is_in_place or not inputs.have(used):
             return None
         destinations = [replace(each, tensor=borrowed(each.tensor)) for each in writer.destinations]
-        world, reader = matched.opened.world, source.reader.borrowing()
+        world, reader = matched.opened.world, _borrowing(source.reader)
         call = _KeptCall(
             access=replace(source.access, storage=_connect(world, reader, source.shards)),
             reader=reader,
@@ -484,7 +500,7 @@ class KeptPlan:
             FastloadError: As for `redistribute`.
         """
         call = self.call
-        storage = _connect(world, call.reader.in_current_streams(), call.shards)
+        storage = _connect(world, _in_current_streams(call.reader), call.shards)
         session = Session(world, replace(call.access, storage=storage), replace(options, verify=False))
         try:
             with session.usable():

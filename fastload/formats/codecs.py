@@ -24,7 +24,6 @@ class ValueCodec(Protocol):
         Raises:
             NotPlain: It is of this kind and cannot be saved.
         """
-        ...
 
     def decode(self, header: Any, parts: Mapping[str, Any]) -> Any:
         """Returns the value; its tensors may be on the meta device, or DTensors as `shards` gives.
@@ -32,11 +31,9 @@ class ValueCodec(Protocol):
         Raises:
             ValueError: It is malformed (also `TypeError`), or `Unknown`.
         """
-        ...
 
     def parts(self, value: Any, header: Any) -> Mapping[str, Any] | None:
         """Returns the parts of an existing value, to be loaded in place; None if the header does not fit."""
-        ...
 
     def shards(self, header: Any, shapes: Mapping[str, Sequence[int]], like: Tensor) -> Mapping[str, Tensor]:
         """Returns a DTensor, of any dtype, for each part that is sharded if the value is as `like` is.
@@ -46,7 +43,6 @@ class ValueCodec(Protocol):
             shapes: The shapes of the parts that are tensors.
             like: A DTensor.
         """
-        ...
 
 
 class CodedNode(NamedTuple):
@@ -63,8 +59,8 @@ class CodedNode(NamedTuple):
         Raises:
             OptionError: It is not installed.
         """
-        found: ValueCodec = extension("codecs", self.codec, "a value of the checkpoint")
-        return found
+        codec: ValueCodec = extension("codecs", self.codec, "a value of the checkpoint")
+        return codec
 
 
 def coded_of(node: Any) -> CodedNode | None:
@@ -83,7 +79,7 @@ def coded_of(node: Any) -> CodedNode | None:
 
 @cache
 def _codecs() -> Mapping[str, ValueCodec]:
-    return {name: found.load() for name, found in extensions("codecs").items()}
+    return {name: known.load() for name, known in extensions("codecs").items()}
 
 
 def encode_with_extensions(value: Any) -> tuple[str, Any, Mapping[str, Any]] | None:

@@ -108,14 +108,15 @@ def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     if all(tensor.is_contiguous() for tensor in tensors.values()):
         return {}
     usual = lru_cache(row_major)  # layers are alike
-    found: dict[str, tuple[int, ...]] = {}
+    dense_by_name: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         shape, strides = tensor.shape, tensor.stride()
         if strides == usual(shape) or not tensor.numel() or NAMES[tensor.dtype] == "F4":
             continue  # torch stores F4 in another shape
         if (dense := dense_strides(shape, strides)) != usual(shape):
-            found[name] = dense
-    return found if any(_is_permuted(tensors[name].shape, strides) for name, strides in found.items()) else {}
+            dense_by_name[name] = dense
+    is_any = any(_is_permuted(tensors[name].shape, strides) for name, strides in dense_by_name.items())
+    return dense_by_name if is_any else {}
 
 
 def _is_permuted(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -189,9 +190,9 @@ class StateEncoder:
 
     def changes(self) -> tuple[frozenset[str], Mapping[int, Tensor]]:
         """Returns `StateEncoding.uncounted` and `StateEncoding.shards`."""
-        found = self._objects.uncounted
-        names = {self._first[address] for address in found if address in self._first}
-        return frozenset(names.union(name for key, name in self._others.items() if key[0] in found)), (
+        uncounted = self._objects.uncounted
+        names = {self._first[address] for address in uncounted if address in self._first}
+        return frozenset(names.union(name for key, name in self._others.items() if key[0] in uncounted)), (
             self._objects.shards
         )
 

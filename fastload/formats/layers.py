@@ -150,10 +150,10 @@ def layer(name: str, url: str) -> Layer:
         UnsupportedVersion: It is not installed.
         OptionError: It cannot be imported.
     """
-    found = find("layers", name)
-    if found is None:
+    known = find("layers", name)
+    if known is None:
         raise UnsupportedVersion(f"{url}: needs the layer {show(name)}, {not_installed('layers', name)}")
-    loaded: Layer = found.load()
+    loaded: Layer = known.load()
     return loaded
 
 

@@ -75,8 +75,8 @@ def metadata_names(listing: Sequence[str]) -> list[str]:
     """Returns the names of DCP's metadata: one for all ranks, or one for each, in the order of ranks."""
     if METADATA_NAME in listing:
         return [METADATA_NAME]
-    found = {int(match[1]): match[0] for match in map(_METADATA_OF_RANK.fullmatch, listing) if match}
-    return [found[rank] for rank in sorted(found)]
+    by_rank = {int(match[1]): match[0] for match in map(_METADATA_OF_RANK.fullmatch, listing) if match}
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def missing_files(names: Iterable[str]) -> list[str]:
@@ -91,10 +91,10 @@ def missing_files(names: Iterable[str]) -> list[str]:
         if match:
             key = match["before"], match.groupdict().get("count", ""), match["after"]
             groups.setdefault(key, {})[int(match["number"])] = len(match["number"])
-    found: list[str] = []
+    missing: list[str] = []
     for (before, num_files, after), numbers in groups.items():
-        found += islice(_missing(before, num_files, after, numbers), _MOST_MISSING - len(found))
-    return found
+        missing += islice(_missing(before, num_files, after, numbers), _MOST_MISSING - len(missing))
+    return missing
 
 
 def _missing(before: str, num_files: str, after: str, there: dict[int, int]) -> Iterator[str]:

@@ -88,7 +88,6 @@ class Format(Protocol):
             files: The names of the files of a directory; None of a single file.
             head: The first bytes of a single file, at most 16; else empty.
         """
-        ...
 
     def read(self, storage: Storage, files: Sequence[str] | None, *, exact: bool) -> Manifest:
         """Reads the headers.
@@ -104,7 +103,6 @@ class Format(Protocol):
         Raises:
             ManifestError: A file is malformed.
         """
-        ...
 
     def digest(self, storage: Storage, name: str) -> str:
         """Returns what ranks compare of their copies of a file; empty if it is malformed.
@@ -114,7 +112,6 @@ class Format(Protocol):
             name: The record, of which this is `Manifest.record_digest`; or without a record one of the
                 files, of which it is `FileEntry.header_digest`.
         """
-        ...
 
 
 class Sight(IntEnum):
@@ -209,22 +206,22 @@ def _extension_reader(
     """
     for name, known in extensions(_KIND).items():
         try:
-            found: Format = known.load()
+            reader: Format = known.load()
         except OptionError as error:  # which the others do not need
             _log.warning("%s", error)
             continue
-        if found.recognises(names, head):
+        if reader.recognises(names, head):
             if name in _BUILT_IN:
                 message = f"{storage.url}: another package has a format {name!r}, as fastload itself"
                 raise OptionError(message)
-            return partial(_read_as, name, found, storage, names)
+            return partial(_read_as, name, reader, storage, names)
     return None
 
 
 def _read_as(
-    name: str, found: Format, storage: Storage, names: Sequence[str] | None, *, exact: bool
+    name: str, reader: Format, storage: Storage, names: Sequence[str] | None, *, exact: bool
 ) -> Manifest:
-    manifest = found.read(storage, names, exact=exact)
+    manifest = reader.read(storage, names, exact=exact)
     return manifest if manifest.format == name else replace(manifest, format=name)
 
 
@@ -311,14 +308,14 @@ def _run_here(storage: Storage) -> str:
 
 
 def _without_files(names: Sequence[str]) -> str:
-    found = f"its {len(names)} files are {show(sorted(names))}" if names else "it has no files"
+    listing = f"its {len(names)} files are {show(sorted(names))}" if names else "it has no files"
     if any(name.endswith(TORCH_ENDINGS) for name in names):
-        found += ": to load a file of torch.save, name it"
+        listing += ": to load a file of torch.save, name it"
     elif "latest" in names:
-        found += ": to load a checkpoint below it, name the directory of a step"
+        listing += ": to load a checkpoint below it, name the directory of a step"
     if SHARDING_NAME in names:  # parts of tensors, which may look like complete ones
-        return f"its {SHARDING_NAME} is for none of {asked_formats()}; {found}"
-    return f"no *{SUFFIX} files in this directory, and none for {asked_formats()}; {found}"
+        return f"its {SHARDING_NAME} is for none of {asked_formats()}; {listing}"
+    return f"no *{SUFFIX} files in this directory, and none for {asked_formats()}; {listing}"
 
 
 def format_named(name: str) -> Format:
@@ -327,8 +324,8 @@ def format_named(name: str) -> Format:
     Raises:
         OptionError: It is not installed here, or cannot be imported.
     """
-    found: Format = extension(_KIND, name, f"a checkpoint of format {name!r}")
-    return found
+    reader: Format = extension(_KIND, name, f"a checkpoint of format {name!r}")
+    return reader
 
 
 def asked_formats() -> str:

@@ -226,18 +226,20 @@ def parse_checked(
         raise ManifestError(f"{url}: it has no checksum of its own, but {show(sorted(raw))}", is_damage=True)
     claimed = raw.pop("checksum")
     try:
-        found = checksum(canonical(raw)).hex()
+        computed = checksum(canonical(raw)).hex()
     except (ValueError, RecursionError) as error:  # 1e999 is an infinity once it is parsed
         raise ManifestError(f"{url}: {what} cannot be checked: {error}", is_damage=True) from None
-    if claimed != found:
+    if claimed != computed:
         raise ChecksumError(
-            f"{url}: the {what} is damaged: checksum {show(claimed)} expected, {found!r} found"
+            f"{url}: the {what} is damaged: checksum {show(claimed)} expected, {computed!r} found"
         )
     version = raw.get("version")
     if raw.get("format") != name or type(version) is not int or version not in keys:
         versions = f"version{'s' * (len(keys) > 1)} {' and '.join(map(str, keys))}"
-        found = f"format {show(raw.get('format'))}, version {show(version)}"
-        raise UnsupportedVersion(f"{url}: {found}: this fastload reads {name!r}, {versions}: update fastload")
+        declared = f"format {show(raw.get('format'))}, version {show(version)}"
+        raise UnsupportedVersion(
+            f"{url}: {declared}: this fastload reads {name!r}, {versions}: update fastload"
+        )
     if raw.keys() != keys[version]:
         raise ManifestError(f"{url}: needs exactly the keys {sorted(keys[version])}, got {show(sorted(raw))}")
     if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
@@ -328,10 +330,10 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
     by_name = {file.name: file for file in record.files}
     manifest = assemble(storage, stats, lambda name, _: _read_header(storage, by_name[name]))
     for file, wanted in zip(record.files, blocks_of_files(manifest, record.block_bytes), strict=True):
-        found = len(file.checksums) // CHECKSUM_BYTES
-        if found != wanted:
+        num_checksums = len(file.checksums) // CHECKSUM_BYTES
+        if num_checksums != wanted:
             where = f"{storage.label(RECORD_NAME)}: {show(file.name)}"
-            raise ManifestError(f"{where}: {found} checksums for {wanted} blocks")
+            raise ManifestError(f"{where}: {num_checksums} checksums for {wanted} blocks")
     if record.delta is None:
         require_strides(manifest.tensors, record.strides, storage.label(RECORD_NAME))
     return replace(

@@ -39,27 +39,21 @@ class CopyInProgress(Protocol):
     @property
     def manifest(self) -> Manifest:
         """The checkpoint that is copied."""
-        ...
 
     @property
     def path(self) -> str:
         """The path that it will have."""
-        ...
 
     @property
     def folder(self) -> str:
         """The directory that it is in until it is complete."""
-        ...
 
     @property
     def names(self) -> Mapping[str, str]:
         """The files: the name in the checkpoint, empty for a single file → the name in the directory."""
-        ...
 
     def has(self, name: str, begin: int, end: int) -> bool:
         """Whether a byte range of a file, by its name in the checkpoint, is there and verified."""
-        ...
 
     def ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
         """Returns all byte ranges that are there and verified: disjoint (begin, end), ascending."""
-        ...

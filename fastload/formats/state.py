@@ -252,9 +252,9 @@ def leaves(structure: Any, name: str = "") -> list[SavedTensor]:
     Raises:
         ManifestError: The structure is malformed.
     """
-    found: list[SavedTensor] = []
-    _collect(structure, name, found)
-    return found
+    saved: list[SavedTensor] = []
+    _collect(structure, name, saved)
+    return saved
 
 
 def has_only_scalars(node: Any) -> bool:
@@ -264,20 +264,20 @@ def has_only_scalars(node: Any) -> bool:
     return type(node) is list and _SCALARS.issuperset(map(type, node))
 
 
-def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
+def _collect(node: Any, name: str, collected: list[SavedTensor]) -> None:
     if has_only_scalars(node):
         return
     saved = leaf_of(node, name)
     if saved is not None:
-        found.append(saved)
+        collected.append(saved)
         return
     for of_rank in node.nodes if type(node) is RegroupedNode else ():
-        _collect(of_rank, name, found)
+        _collect(of_rank, name, collected)
     prefix = f"{name}." if name else ""
     for ending, child in (children(node) or {}).values():
-        _collect(child, prefix + ending, found)
+        _collect(child, prefix + ending, collected)
     if type(node) is dict and node.keys() == {"state_dict"}:
-        _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", found)
+        _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", collected)
 
 
 class OptimizerTensors(NamedTuple):
@@ -299,20 +299,20 @@ def optimizer_tensors(structure: Any) -> OptimizerTensors:
     Raises:
         ManifestError: The structure is malformed.
     """
-    found: dict[str, list[SavedTensor]] = {}
+    by_name: dict[str, list[SavedTensor]] = {}
     nodes = [("", structure)]
     while nodes:
         name, node = nodes.pop()
         within = children(node) or {}
         if within.keys() >= {"state", "param_groups"}:
-            found[name] = leaves(node, name)
+            by_name[name] = leaves(node, name)
             continue
         prefix = f"{name}." if name else ""
         nodes += [(prefix + ending, child) for ending, child in within.values()]
-    of_optimizers = [saved for states in found.values() for saved in states]
+    of_optimizers = [saved for states in by_name.values() for saved in states]
     others = Counter(leaves(structure)) - Counter(of_optimizers)
     needed = {saved.stored for saved in others}
-    stored = {name: {saved.stored for saved in states} - needed for name, states in sorted(found.items())}
+    stored = {name: {saved.stored for saved in states} - needed for name, states in sorted(by_name.items())}
     names = {saved.own_name for saved in of_optimizers} - {saved.own_name for saved in others}
     return OptimizerTensors({name: tensors for name, tensors in stored.items() if tensors}, names)
 
@@ -477,7 +477,7 @@ def own_view(structure: Any, rank: int, size: int, on_mismatch: PerRankMismatch 
         if len(values) != size:
             view.together.update((stored, everyone) for stored in everyone)
             view.is_regrouped = True
-            return RegroupedNode(name, values, lambda found: action(found, rank, size))
+            return RegroupedNode(name, values, lambda regrouped: action(regrouped, rank, size))
         view.together.update((stored, everyone) for stored in names[rank])
         return values[rank]
 

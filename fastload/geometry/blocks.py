@@ -89,9 +89,9 @@ class Blocks:
         index = self.space.find(file, offset)
         if index < 0:
             return None
-        found = self.space.ranges[index]
-        skipped = offset - found.offset
-        if found.file != file or skipped >= found.nbytes:
+        byte_range = self.space.ranges[index]
+        skipped = offset - byte_range.offset
+        if byte_range.file != file or skipped >= byte_range.nbytes:
             return None
         return self._block(index, self.firsts[index] + skipped // self.block_bytes)
 

@@ -101,11 +101,11 @@ def _fitting(
     """Returns those of `shard_intervals` that fit the shape of a local tensor, as boxes."""
     if order.here is None:
         return []
-    found = shard_intervals(shape, order.shape, order.here, placements)
+    readings = shard_intervals(shape, order.shape, order.here, placements)
     if not prod(local):
-        fitting = [shard for shard in found if not prod(local_shape(shard))][:1]
+        fitting = [shard for shard in readings if not prod(local_shape(shard))][:1]
     else:
-        fitting = [shard for shard in found if local_shape(shard) == local]
+        fitting = [shard for shard in readings if local_shape(shard) == local]
     return [shard_boxes(shard) for shard in fitting]
 
 
@@ -154,11 +154,11 @@ def _order_of(mesh: Any) -> _Order:
     for known, order in _last_order[:]:
         if known() is mesh:
             return order
-    found = _ORDERS.get(mesh)
-    if found is None:
-        found = _ORDERS[mesh] = _find_order(mesh)
-    _last_order[:] = [(ref(mesh), found)]
-    return found
+    of_mesh = _ORDERS.get(mesh)
+    if of_mesh is None:
+        of_mesh = _ORDERS[mesh] = _find_order(mesh)
+    _last_order[:] = [(ref(mesh), of_mesh)]
+    return of_mesh
 
 
 def _find_order(mesh: Any) -> _Order:
@@ -179,8 +179,8 @@ def _find_order(mesh: Any) -> _Order:
 def _at(nested: Any, coordinate: Sequence[int]) -> int:
     for index in coordinate:
         nested = nested[index]
-    found: int = nested
-    return found
+    rank: int = nested
+    return rank
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
@@ -304,18 +304,18 @@ class DTensorRanks:
             )
 
     def _groups_of(self, mesh: Any) -> str:
-        found = self._groups.get(id(mesh))  # meshes of other groups may be equal
-        if found is None:
-            found = self._groups[id(mesh)] = _other_groups(mesh)
-        return found
+        groups = self._groups.get(id(mesh))  # meshes of other groups may be equal
+        if groups is None:
+            groups = self._groups[id(mesh)] = _other_groups(mesh)
+        return groups
 
     def _outside_of(self, mesh: Any) -> list[int]:
         if self._ranks is None:
             return []
-        found = self._outside.get(mesh)
-        if found is None:
-            found = self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
-        return found
+        outside = self._outside.get(mesh)
+        if outside is None:
+            outside = self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
+        return outside
 
 
 @lru_cache(maxsize=4096)  # equal layers share one object, also from call to call
@@ -327,14 +327,14 @@ def _boxes_of_all(
     coordinates = list(product(*map(range, order.shape)))
     if {order.rank_at(coordinate) for coordinate in coordinates} != numbers.keys():
         return None
-    found: dict[tuple[Box, ...], list[int]] = {}
+    ranks_by_boxes: dict[tuple[Box, ...], list[int]] = {}
     for coordinate in coordinates:
         readings = shard_intervals(shape, order.shape, order.index_at(coordinate), placements)
         if len(readings) > 1:
             return None
         boxes = tuple(box for box, _ in shard_boxes(readings[0]))
-        found.setdefault(boxes, []).append(numbers[order.rank_at(coordinate)])
-    return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in found.items())
+        ranks_by_boxes.setdefault(boxes, []).append(numbers[order.rank_at(coordinate)])
+    return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in ranks_by_boxes.items())
 
 
 def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str:
@@ -376,15 +376,15 @@ def _other_groups(mesh: Any) -> str:
     if coordinate is None:
         return ""
     try:
-        found = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+        place = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
     except RuntimeError:  # it has no groups
-        found = tuple(coordinate)
+        place = tuple(coordinate)
     order = _order_of(mesh)
-    if found == (expected := order.index_at(coordinate)):
+    if place == (expected := order.index_at(coordinate)):
         return ""
     return (
         f"of ranks {order.ranks}, whose process groups have them in another order: this one has the numbers "
-        f"{list(found)} in them, not {list(expected)}"
+        f"{list(place)} in them, not {list(expected)}"
     )
 
 

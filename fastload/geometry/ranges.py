@@ -16,17 +16,14 @@ class HasRange(Protocol):
     @property
     def file(self) -> int:
         """Index of the file."""
-        ...
 
     @property
     def offset(self) -> int:
         """First byte in the file."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
-        ...
 
 
 class ByteRange(NamedTuple):
@@ -96,11 +93,11 @@ class Space(Generic[Ranged]):
         The ranges have to be in the order of their bytes.
         """
         for index in range(max(0, self.find(file, begin)), len(self.ranges)):
-            found = self.ranges[index]
-            if (found.file, found.offset) >= (file, end):
+            byte_range = self.ranges[index]
+            if (byte_range.file, byte_range.offset) >= (file, end):
                 return
-            first, last = max(0, begin - found.offset), min(found.nbytes, end - found.offset)
-            if found.file == file and first < last:
+            first, last = max(0, begin - byte_range.offset), min(byte_range.nbytes, end - byte_range.offset)
+            if byte_range.file == file and first < last:
                 yield index, first, last
 
     def find(self, file: int, offset: int) -> int:

@@ -97,22 +97,22 @@ def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> list[I
     """Returns a chunk of intervals as `torch.chunk` cuts them; the last ones may be short or empty."""
     chunk = -(-sum(end - begin for begin, end in intervals) // num_chunks)
     first, last = index * chunk, (index + 1) * chunk
-    found, place = [], 0
+    chunk_intervals, place = [], 0
     for begin, end in intervals:
         low, high = max(begin, begin + first - place), min(end, begin + last - place)
         if low < high:
-            found.append((low, high))
+            chunk_intervals.append((low, high))
         place += end - begin
-    return found
+    return chunk_intervals
 
 
 def _with_places(intervals: Sequence[Interval]) -> list[tuple[int, int, int]]:
     """Returns the first index of each interval in the complete and in the local tensor, and its length."""
-    found, place = [], 0
+    placed, place = [], 0
     for begin, end in intervals:
-        found.append((begin, place, end - begin))
+        placed.append((begin, place, end - begin))
         place += end - begin
-    return found
+    return placed
 
 
 def _boxes_at(parts: Sequence[tuple[int, int, int]]) -> tuple[Box, Box]:

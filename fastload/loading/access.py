@@ -409,13 +409,13 @@ def _why_unseen(url: str, manifest: Manifest) -> str:
 def _other_data(storage: CheckpointReader, manifest: Manifest, wanted: bytes, source: int) -> str:
     """Returns where data differ from those of the source; empty if all samples agree."""
     try:
-        found = _sample_that_differs(storage, manifest, wanted)
+        sample = _sample_that_differs(storage, manifest, wanted)
     except StorageError as error:
         return f"cannot read it: {error}"
-    if found is None:
+    if sample is None:
         return ""
-    label = manifest.files[found.file].name or storage.url
-    place = f"{label} [bytes {found.offset}-{found.offset + found.nbytes}]"
+    label = manifest.files[sample.file].name or storage.url
+    place = f"{label} [bytes {sample.offset}-{sample.offset + sample.nbytes}]"
     return f"sees other data than rank {source} in {place}: not the same checkpoint"
 
 
@@ -427,14 +427,14 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str,
     """
     is_copy = same_record = False
     for file in manifest.files:
-        found = storage.stat(file.name)
+        stat = storage.stat(file.name)
         label = file.name or storage.url
-        if found is None:
+        if stat is None:
             return f"does not see {label}", is_copy
-        if found.nbytes != file.nbytes:
-            sizes = f"of {found.nbytes} bytes, rank {source} of {file.nbytes}"
+        if stat.nbytes != file.nbytes:
+            sizes = f"of {stat.nbytes} bytes, rank {source} of {file.nbytes}"
             return f"sees {label} {sizes}: not the same file", is_copy
-        if found.version == file.version or same_record:
+        if stat.version == file.version or same_record:
             continue
         is_copy = True
         record = record_name(manifest) if manifest.record_digest else ""
@@ -485,9 +485,9 @@ def _read_samples(storage: CheckpointReader, manifest: Manifest) -> bytes:
 
 def _sample_that_differs(storage: CheckpointReader, manifest: Manifest, wanted: bytes) -> ByteRange | None:
     """Returns the first sample whose checksum here is not the wanted one."""
-    found = _read_samples(storage, manifest)
+    checksums = _read_samples(storage, manifest)
     for number, sample in enumerate(samples_of(manifest)):
         at = slice(number * CHECKSUM_BYTES, (number + 1) * CHECKSUM_BYTES)
-        if found[at] != wanted[at]:
+        if checksums[at] != wanted[at]:
             return sample
     return None

@@ -172,17 +172,17 @@ def find_aliases(tensors: Sequence[Tensor]) -> list[list[int]]:
                 continue
             spans.append((device, begin, begin + nbytes, index))
     spans.sort()
-    found: list[list[int]] = []
+    overlapping: list[list[int]] = []
     together: list[int] = []
     on, last = -1, 0
     for device, begin, end, index in spans:
         if device != on or begin >= last:
-            found += [together] if len(together) > 1 else []
+            overlapping += [together] if len(together) > 1 else []
             together, on, last = [], device, 0
         together.append(index)
         last = max(last, end)
-    found += [together] if len(together) > 1 else []
-    return [sorted(group) for group in found if not _are_disjoint([tensors[index] for index in group])]
+    overlapping += [together] if len(together) > 1 else []
+    return [sorted(group) for group in overlapping if not _are_disjoint([tensors[index] for index in group])]
 
 
 def _are_disjoint(tensors: Sequence[Tensor]) -> bool:

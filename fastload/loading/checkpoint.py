@@ -34,11 +34,9 @@ class OngoingTransfer(Protocol):
 
     def leave(self, error: BaseException | None = None) -> None:
         """Takes part no longer, but does its part for the other ranks; an error ends it on all ranks."""
-        ...
 
     def wait(self) -> None:
         """Waits for its end on this rank, after it has left."""
-        ...
 
 
 @short_tracebacks

@@ -549,43 +549,43 @@ class _Walk:
     ) -> None:
         """Pairs a module with its saved state, by the names in the module."""
         reshard(module)
-        own = dict(own_tensors(module))
-        found = fit(
+        tensors = dict(own_tensors(module))
+        predicted = fit(
             module,
-            own,
+            tensors,
             {local: isinstance(one, SavedTensor) or bool(coded_of(one.node)) for local, one in saved.items()},
             lambda local: SavedValue.of(saved[local]).build_on_meta(self._manifest),
             {} if metadata is None else metadata.build(StateDecoder({})),
         )
         given: dict[str, TensorSlot | SavedValue] = {}
-        for local, target in found.in_place.items():
+        for local, target in predicted.in_place.items():
             if isinstance(one := saved[local], SavedTensor):
-                self.pairs.tensors.append((one, own[target]))
+                self.pairs.tensors.append((one, tensors[target]))
             elif (coded := coded_of(one.node)) is not None:
-                self._coded(own[target], coded, one.name)
-            given[local] = own[target]
-        for local in found.fresh:
+                self._coded(tensors[target], coded, one.name)
+            given[local] = tensors[target]
+        for local in predicted.fresh:
             given[local] = SavedValue.of(saved[local])
         left_out = set(self.differences.left_out)
-        for local in found.missing:
+        for local in predicted.missing:
             if prefix + local in left_out:
                 continue
-            if local in own:
-                self.differences.unmatched.append((prefix + local, own[local]))
+            if local in tensors:
+                self.differences.unmatched.append((prefix + local, tensors[local]))
             else:
                 self.differences.missing.append(prefix + local)
-        for local in found.unexpected:
+        for local in predicted.unexpected:
             one = saved[local]
             if isinstance(one, SavedTensor):
                 self.differences.unexpected.append(one)
             else:
                 self._add_unexpected(one.node, one.name)
-        self.differences.mismatched += [f"{where}: {line}" for line in found.errors]
-        unfilled = find_unfilled(module, prefix, own)
+        self.differences.mismatched += [f"{where}: {line}" for line in predicted.errors]
+        unfilled = find_unfilled(module, prefix, tensors)
         if unfilled is not None:
             self.pairs.unfilled.append(unfilled)
         if needs_call(module):
-            restore = ModuleRestore(where, module, own, given, found.derived, metadata)
+            restore = ModuleRestore(where, module, tensors, given, predicted.derived, metadata)
             self.pairs.modules.append(restore)
 
     def _flatten(
@@ -599,13 +599,13 @@ class _Walk:
         """Collects the saved state of a module, by the names in the module."""
         for ending, child in (children(node) or {}).values():
             local = inner + ending
-            found = None if local in extra else leaf(child, prefix + local)
+            saved_leaf = None if local in extra else leaf(child, prefix + local)
             if self._is_left_out(child, prefix + local, complete=local in extra):
                 continue
             if local in saved:
                 self._add_unexpected(child, prefix + local)
-            elif found is not None and not found.is_text:
-                saved[local] = found
+            elif saved_leaf is not None and not saved_leaf.is_text:
+                saved[local] = saved_leaf
             elif local not in extra and coded_of(child) is None and children(child):
                 self._flatten(child, prefix, f"{local}.", extra, saved)
             else:
@@ -613,15 +613,15 @@ class _Walk:
 
     def _is_left_out(self, node: Any, name: str, *, complete: bool = False) -> bool:
         """Notes and returns whether a node, or with `complete` any part of it, has no value for this rank."""
-        found = node == NO_VALUE or (complete and self._has_gaps and has_gap(node))
-        if found:
+        is_left_out = node == NO_VALUE or (complete and self._has_gaps and has_gap(node))
+        if is_left_out:
             self.differences.left_out.append(name)
-        return found
+        return is_left_out
 
     def _add_unexpected(self, node: Any, name: str) -> None:
-        found = leaves(node, name)
-        self.differences.unexpected += found
-        if not found:
+        unexpected = leaves(node, name)
+        self.differences.unexpected += unexpected
+        if not unexpected:
             self.differences.unexpected_values[name] = node
 
     def _holds_some(self, value: Any) -> bool:
@@ -650,9 +650,9 @@ class _Walk:
     def pair_names(self) -> None:
         """Pairs by name whatever is not paired by keys."""
         index: dict[str, SavedTensor] = {}
-        for saved in (saved for saved in self.differences.unexpected if not saved.is_text):
-            index.setdefault(saved.name, saved)
-            index.setdefault(saved.own_name, saved)
+        for tensor in (tensor for tensor in self.differences.unexpected if not tensor.is_text):
+            index.setdefault(tensor.name, tensor)
+            index.setdefault(tensor.own_name, tensor)
         left, self.differences.unexpected = self.differences.unexpected, []
         unmatched, self.differences.unmatched = self.differences.unmatched, []
         taken: set[SavedTensor] = set()
@@ -663,16 +663,16 @@ class _Walk:
             begin, end = bisect_left(names, prefix), bisect_left(names, f"{name}/") if name else len(names)
             here = [index[full] for full in names[begin:end] if index[full].name == full]
             taken.update(here)
-            found: dict[str, SavedTensor | SavedValue] = {one.name.removeprefix(prefix): one for one in here}
+            saved: dict[str, SavedTensor | SavedValue] = {one.name.removeprefix(prefix): one for one in here}
             for local in extra_names(module):
-                if local in found:
-                    found[local] = SavedValue.of(found[local])
+                if local in saved:
+                    saved[local] = SavedValue.of(saved[local])
                 elif prefix + local in self.differences.unexpected_values:
-                    found[local] = SavedValue(
+                    saved[local] = SavedValue(
                         self.differences.unexpected_values.pop(prefix + local), prefix + local, ()
                     )
             self._check_names(wanted, [prefix + local for local, _ in own_tensors(module)])
-            self._fit(where, prefix, module, found, None)
+            self._fit(where, prefix, module, saved, None)
         for name, target in unmatched:
             self._check_names(wanted, [name])
             if name in index and index[name] not in taken:
@@ -702,14 +702,14 @@ def _what(node: Any) -> str:
 
 def optimizer_misfits(restored: StatefulRestore) -> Iterator[str]:
     """Yields the reasons why an object cannot take its saved state, if it is an optimizer."""
-    own = _parameters_of(restored.target)
-    if any(isinstance(parameter, Tensor) and parameter.is_meta for group in own for parameter in group):
+    groups = _parameters_of(restored.target)
+    if any(isinstance(parameter, Tensor) and parameter.is_meta for group in groups for parameter in group):
         yield (
             f"{restored.where}: it has parameters on the meta device, which a load replaces in the "
             "model only: make it after the model has been loaded, or after model.to_empty(device=...)"
         )
-    if own and _compares_groups(restored.target):
-        here = [len(group) for group in own]
+    if groups and _compares_groups(restored.target):
+        here = [len(group) for group in groups]
         saved = [
             len(_below(group, "params")) for _, group in _below(restored.value.node, "param_groups").values()
         ]
@@ -738,10 +738,10 @@ def sharded_state(restored: StatefulRestore, manifest: Manifest) -> Iterator[tup
         parameter = parameters.get(key)
         if parameter is None or not is_dtensor(parameter):
             continue
-        own = states.get(parameter) if isinstance(states, Mapping) else None
-        for what, (name, child) in (children(node) or {}).items():
+        existing = states.get(parameter) if isinstance(states, Mapping) else None
+        for part, (name, child) in (children(node) or {}).items():
             full = f"{prefix}{state_ending}.{ending}.{name}"
-            like = _like(parameter, own[what] if own and what in own else None, what)
+            like = _like(parameter, existing[part] if existing and part in existing else None, part)
             if like is not None and (coded := coded_of(child)) is not None:
                 yield from _sharded_parts(coded, full, like, manifest)
                 continue
@@ -765,19 +765,19 @@ def _sharded_parts(
 
 def _parameters_by_key(restored: StatefulRestore) -> dict[Any, Any]:
     """Returns the parameters of an optimizer by their keys in its saved state."""
-    own = [parameter for group in _parameters_of(restored.target) for parameter in group]
-    groups = _below(restored.value.node, "param_groups").values() if own else ()
+    parameters = [parameter for group in _parameters_of(restored.target) for parameter in group]
+    groups = _below(restored.value.node, "param_groups").values() if parameters else ()
     keys = [key for _, group in groups for _, key in _below(group, "params").values()]
-    if len(keys) != len(own) or not all(isinstance(key, int | str) for key in keys):
+    if len(keys) != len(parameters) or not all(isinstance(key, int | str) for key in keys):
         return {}
-    return dict(zip(keys, own, strict=True))
+    return dict(zip(keys, parameters, strict=True))
 
 
-def _like(parameter: Tensor, own: Any, what: Any) -> Tensor | None:
+def _like(parameter: Tensor, existing: Any, part: Any) -> Tensor | None:
     """Returns a tensor with the placements of a part of the state: the existing one, or the parameter."""
-    if isinstance(own, Tensor):
-        return own if is_dtensor(own) else None
-    return None if what == "step" else parameter  # replicated, one per parameter
+    if isinstance(existing, Tensor):
+        return existing if is_dtensor(existing) else None
+    return None if part == "step" else parameter  # replicated, one per parameter
 
 
 def _shape(manifest: Manifest, saved: SavedTensor) -> tuple[int, ...] | None:

@@ -143,7 +143,6 @@ class Request(Protocol):
 
     def match(self, manifest: Manifest, rank: int, size: int, members: Sequence[int] | None) -> Match:
         """Finds the destinations; see `LoadRequest.match`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -330,7 +329,7 @@ def _match_into(
     places = {entry.name: place for place, entry in enumerate(manifest.tensors)}
     by_place = sorted(
         [*made, *((saved.stored, saved.own_name, tensor) for saved, tensor in in_place)],
-        key=lambda found: places[found[0]],
+        key=lambda named: places[named[0]],
     )
     named = {name: tensor for _, name, tensor in by_place}
     slots = [(slot, tensor) for tensor, slots in replaced.values() for slot in slots]
@@ -523,10 +522,10 @@ class BoxRequest:
         """
         _require_pairs(self.boxes)
         boxes = {
-            name: [(_plain(name, box), tensor) for box, tensor in of_name]
+            name: [(plain_box(name, box), tensor) for box, tensor in of_name]
             for name, of_name in self.boxes.items()
         }
-        _compare_boxes(manifest, boxes, cast=self.cast)
+        compare_boxes(manifest, boxes, cast=self.cast)
         dtypes = {name: tensor.dtype for name, of_name in boxes.items() for _, tensor in of_name}
         lines = _unscaled(manifest, dtypes, boxes.keys()) if self.cast else {}
         raise_mismatch(manifest.url, mismatched=list(lines.values()))
@@ -553,25 +552,7 @@ class BoxRequest:
         )
 
 
-def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dict[str, list[Box]]:
-    """Returns boxes in the order of the checkpoint, of Python integers.
-
-    Args:
-        manifest: The checkpoint.
-        boxes: By name of the tensor.
-
-    Raises:
-        MismatchError: Something does not fit; lists everything.
-        OptionError: `boxes` is of another type.
-    """
-    if stray := [name for name, of_name in boxes.items() if not all(isinstance(box, Box) for box in of_name)]:
-        raise OptionError(f"boxes= has something else than fastload.Box for {stray[0]}")
-    plain = {name: [_plain(name, box) for box in of_name] for name, of_name in boxes.items()}
-    _compare_boxes(manifest, {name: [(box, None) for box in of_name] for name, of_name in plain.items()})
-    return {name: plain[name] for name in manifest.by_name if name in plain}
-
-
-def _compare_boxes(
+def compare_boxes(
     manifest: Manifest, boxes: Mapping[str, Sequence[tuple[Box, Tensor | None]]], *, cast: bool = False
 ) -> None:
     """Raises if boxes, with the tensors to fill if these exist, do not fit the checkpoint."""
@@ -595,7 +576,7 @@ def _require_pairs(boxes: BoxesByName) -> None:
             raise OptionError("boxes= has to be a dict of lists of (Box, tensor), by name of the tensor")
 
 
-def _plain(name: str, box: Box) -> Box:
+def plain_box(name: str, box: Box) -> Box:
     """Returns a box of Python integers."""
     try:
         return Box(tuple(map(index, box.offsets)), tuple(map(index, box.sizes)))

@@ -99,7 +99,7 @@ def advice_for_transformers(into: Any, *, guesses: bool) -> str:
         return ""
     parts = into.values() if isinstance(into, Mapping) else into if isinstance(into, list | tuple) else [into]
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    if any(isinstance(each, model_class) for module in modules for each in module.modules()):
+    if any(isinstance(submodule, model_class) for module in modules for submodule in module.modules()):
         return _FROM_PRETRAINED.format(what="this one")
     is_state = (
         guesses and isinstance(into, Mapping) and all(isinstance(part, Tensor) for part in into.values())
@@ -198,34 +198,34 @@ class Renamed(NamedTuple):
             rest = "" if self.is_everything else ", strict=False"
             return f"{side} {self.part!r} in front of these names: pass into={into}{rest}"
         shorter = self.head + self.longer[len(self.head) + len(self.part) :]
-        saved, own = (self.longer, shorter) if self.is_saved else (shorter, self.longer)
-        what = f"{side} {self.part!r} in its names ({saved!r} there, {own!r} in into=)"
-        return what if self.is_saved else f"{what}: pass what is inside of it, such as model.{path}"
+        saved, present = (self.longer, shorter) if self.is_saved else (shorter, self.longer)
+        rest = "" if self.is_saved else f": pass what is inside of it, such as model.{path}"
+        return f"{side} {self.part!r} in its names ({saved!r} there, {present!r} in into=){rest}"
 
 
-def find_renamed(saved: Sequence[str], own: Sequence[str]) -> Renamed | None:
+def find_renamed(saved: Sequence[str], present: Sequence[str]) -> Renamed | None:
     """Returns the part by which names of the two sides differ; None if they differ otherwise.
 
     Args:
         saved: Names of the checkpoint that ``into=`` lacks.
-        own: Names of ``into=`` that the checkpoint lacks.
+        present: Names of ``into=`` that the checkpoint lacks.
     """
     counts: Counter[tuple[bool, str, str]] = Counter()
     examples: dict[tuple[bool, str, str], str] = {}
-    for is_saved, names, others in (True, saved, set(own)), (False, own, set(saved)):
+    for is_saved, names, others in (True, saved, set(present)), (False, present, set(saved)):
         for name in names[:: 1 + len(names) // _MOST_NAMES]:
             for head, part, tail in _divisions(name):
                 if head + tail in others:
                     counts[is_saved, head, part] += 1
                     examples.setdefault((is_saved, head, part), name)
-    found = [
+    candidates = [
         Renamed(part, head, is_saved, examples[is_saved, head, part], False)
         for is_saved, head, part in counts
     ]
-    if not found:
+    if not candidates:
         return None
-    best = max(found, key=lambda one: (one.is_wrapper, counts[one.is_saved, one.head, one.part]))
-    all_names = {best.head + best.part + name.removeprefix(best.head) for name in own}
+    best = max(candidates, key=lambda one: (one.is_wrapper, counts[one.is_saved, one.head, one.part]))
+    all_names = {best.head + best.part + name.removeprefix(best.head) for name in present}
     return best._replace(is_everything=best.is_saved and all_names == set(saved))
 
 

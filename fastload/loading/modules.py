@@ -121,9 +121,9 @@ def needs_call(module: nn.Module) -> bool:
 
 def _may_fill(submodule: nn.Module) -> bool:
     """Whether code of a part may fill it, or its children, during `load_state_dict`."""
-    own = type(submodule).load_state_dict is not nn.Module.load_state_dict
+    is_overridden = type(submodule).load_state_dict is not nn.Module.load_state_dict
     return (
-        own
+        is_overridden
         or _takes_extra(submodule)
         or _has_hooks(submodule._load_state_dict_post_hooks)
         or _is_custom(submodule)
@@ -332,8 +332,8 @@ def _takes_extra(submodule: nn.Module) -> bool:
 
 def _is_custom(submodule: nn.Module) -> bool:
     """Whether code of the part may change a saved state before it is copied."""
-    own = type(submodule)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own or _has_hooks(submodule._load_state_dict_pre_hooks)
+    is_overridden = type(submodule)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return is_overridden or _has_hooks(submodule._load_state_dict_pre_hooks)
 
 
 def _has_hooks(hooks: Mapping[int, Any]) -> bool:

@@ -20,7 +20,7 @@ import xxhash
 
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import PAGE_BYTES, uncollected
-from fastload.base.state_copies import state_copies
+from fastload.base.state_copies import wait_for_copies
 from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.group import backend_of, members_of
 from fastload.comm.observers import Observers
@@ -34,7 +34,7 @@ from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions, named_staging
 from fastload.transfer.buffers import Writer
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
-from fastload.transfer.links import accept_offers
+from fastload.transfer.links import accept_offers, offer_of
 from fastload.transfer.messages import ring_order
 from fastload.transfer.pipeline import Pipeline, pace_of
 from fastload.transfer.plan import StrategyChoice, choose_strategy, plan_transfer
@@ -270,7 +270,7 @@ def prepare(
     """
     start = start or LoadStart.now(opened)
     what = f"preparing to load {opened.access.stored.url}"
-    state_copies.wait()
+    wait_for_copies()
     with ExitStack() as unused:
         with opened.world.step(what) as step:
             matched, job = _match(opened, request, match, start)
@@ -429,18 +429,18 @@ def _prepare_sharded(matched: MatchedRequest) -> Job:
     """
     world, manifest = matched.opened.world, matched.opened.access.stored
     with world.gathering_step(f"telling what each rank wants of {manifest.url}") as gathered:
-        own = request_of(manifest, matched.match.destinations)
-        gathered.answer(own.packed)
-    return open_on_all(matched.opened, lambda: _open_sharded(matched, own, gathered.answers))
+        request = request_of(manifest, matched.match.destinations)
+        gathered.answer(request.packed)
+    return open_on_all(matched.opened, lambda: _open_sharded(matched, request, gathered.answers))
 
 
 @uncollected
-def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[bytes]) -> Job:
+def _open_sharded(matched: MatchedRequest, request: RankRequest, packed: Sequence[bytes]) -> Job:
     """Opens a load whose ranks want different bytes.
 
     Args:
         matched: The request of this rank.
-        own: The bytes that it wants.
+        request: The bytes that it wants.
         packed: `RankRequest.packed` of each rank.
     """
     opened, decision = matched.opened, matched.decision
@@ -451,7 +451,7 @@ def _open_sharded(matched: MatchedRequest, own: RankRequest, packed: Sequence[by
     sharing = SharingGroups(extents, requests, opened.block_bytes, contiguous=contiguous)
     bytes_wanted = sharing.union_bytes
     if decision.alone:
-        requests = RankRequests((own,), ((opened.world.rank,),))
+        requests = RankRequests((request,), ((opened.world.rank,),))
         sharing = SharingGroups(extents, requests, opened.block_bytes)
     plan = plan_routes(
         sharing,
@@ -489,14 +489,14 @@ def _terms_of(job: Job) -> dict[str, Any]:
     """Returns what the ranks compare of a job that each has opened, and how they connect."""
     plan, transport = job.pipeline.plan, job.pipeline.transport
     digest = plan.digest(alone=job.matched.decision.alone)
-    return {"transport": transport.name, "plan": digest, "offer": transport.offer()}
+    return {"transport": transport.name, "plan": digest, "offer": offer_of(transport.connections)}
 
 
 def _accept(what: str, job: Job, responses: Sequence[Mapping[str, Any]]) -> None:
     """Compares the jobs of all ranks, given `_terms_of` each, and passes their offers to the transport."""
     require_same(responses, "transport", "plan")
     world, transport = job.matched.opened.world, job.pipeline.transport
-    accept_offers(world, what, transport, [one["offer"] for one in responses])
+    accept_offers(world, what, transport.connections, [one["offer"] for one in responses])
 
 
 def open_rest(job: Job, unread_from: Mapping[int, int]) -> Job:
@@ -556,9 +556,9 @@ def _unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -
     names = [entry.name for entry in manifest.tensors]
     with world.gathering_step(f"comparing what the ranks do not want of {manifest.url}") as step:
         step.answer(_pack_names(surplus, names))
-    found = [_unpack_names(data) for data in set(step.answers)]
-    mask = reduce(and_, (mask for mask, _ in found))
-    others = reduce(and_, (others for _, others in found))
+    unwanted = [_unpack_names(data) for data in set(step.answers)]
+    mask = reduce(and_, (mask for mask, _ in unwanted))
+    others = reduce(and_, (others for _, others in unwanted))
     return {name for index, name in enumerate(names) if mask >> index & 1} | others
 
 

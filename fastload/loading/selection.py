@@ -55,8 +55,8 @@ class RankView:
         has_own = structure is not None and any(file.name.startswith(OWN_STEM) for file in manifest.files)
         if structure is None or (manifest.format == "fastload" and not has_own):
             return cls(manifest, OwnView(structure), False)
-        own = own_view(structure, rank, size, on_mismatch)
-        return cls(replace(manifest, structure=own.structure), own, has_own)
+        of_rank = own_view(structure, rank, size, on_mismatch)
+        return cls(replace(manifest, structure=of_rank.structure), of_rank, has_own)
 
     @property
     def has_gaps(self) -> bool:

@@ -62,7 +62,6 @@ class Supplier(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether this rank has all that it is to have, so that `wait` does not wait for it."""
-        ...
 
     def wait(self, session: Session) -> None:
         """Waits until all ranks have what they are to have, verified. A call of all ranks.
@@ -70,19 +69,15 @@ class Supplier(Protocol):
         Raises:
             FastloadError: A rank failed.
         """
-        ...
 
     def supplied(self) -> Supplied | None:
         """Returns what it has got, after `wait`; None if loads are to read storage."""
-        ...
 
     def covers(self, manifest: Manifest) -> bool:
         """Whether it can still serve, now that layouts were read again."""
-        ...
 
     def close(self, *, wait_s: float) -> None:
         """Ends what it has under way."""
-        ...
 
 
 class Session:
@@ -435,7 +430,7 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         for stage in ("read", "exchange", "place")
     )
     times = [pipeline.reader.pace.times for pipeline in pipelines]
-    num_answers = sum(each.num_answers for each in times)
+    num_answers = sum(pace.num_answers for pace in times)
     drop_outs = [pipeline.drop_out for pipeline in pipelines if pipeline.drop_out]
     return RankReport(
         rank=world.rank,
@@ -452,9 +447,9 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
         bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
         read_s=read_s,
-        num_reads=sum(each.num_reads for each in times),
-        reads_in_flight=sum(each.reading_s for each in times) / read_s if read_s else 0.0,
-        first_byte_s=sum(each.first_byte_s for each in times) / num_answers if num_answers else 0.0,
+        num_reads=sum(pace.num_reads for pace in times),
+        reads_in_flight=sum(pace.reading_s for pace in times) / read_s if read_s else 0.0,
+        first_byte_s=sum(pace.first_byte_s for pace in times) / num_answers if num_answers else 0.0,
         exchange_s=exchange_s,
         place_s=place_s,
         cpu_s=time.process_time() - matched.start.cpu_s,

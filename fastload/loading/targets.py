@@ -114,7 +114,7 @@ class DestinationBuilder:
     @property
     def may_differ(self) -> bool:
         """Whether `copy` may find that tensors of one memory differ."""
-        return any(each.rivals is not None for each in self.copies)
+        return any(copy.rivals is not None for copy in self.copies)
 
     def add(self, entry: TensorEntry, stored: torch.dtype, tensor: Tensor, box: Box | None) -> None:
         """Adds a tensor of the checkpoint, or a box of it.
@@ -139,15 +139,15 @@ class DestinationBuilder:
         made = {index: self._make(target) for index, target in enumerate(targets) if index not in shared}
         restored: list[Copy] = []
         for group in groups:
-            own = {index: targets[index] for index in group if index < len(targets)}
-            if len(own) < len(group) or (found := self._share(list(own.values()))) is None:
+            in_group = {index: targets[index] for index in group if index < len(targets)}
+            if len(in_group) < len(group) or (of_group := self._share(list(in_group.values()))) is None:
                 rivals: list[Copy] = []
-                found = [self._make_apart(target, restored, rivals) for target in own.values()]
-                for index in group[len(own) :]:
+                of_group = [self._make_apart(target, restored, rivals) for target in in_group.values()]
+                for index in group[len(in_group) :]:
                     later[index - len(targets)] = later[index - len(targets)]._replace(rivals=rivals)
-            made |= zip(own, found, strict=True)
+            made |= zip(in_group, of_group, strict=True)
         self.copies = [*self._of_pieces, *restored, *later]
-        destinations = [each for index in range(len(targets)) for each in made[index]]
+        destinations = [destination for index in range(len(targets)) for destination in made[index]]
         extents = self._manifest.extents
         if extents is not self._manifest.tensors:
             places = {id(extent): place for place, extent in enumerate(extents)}
@@ -182,7 +182,7 @@ class DestinationBuilder:
             names = [f"{name} {at}" for name, at in zip(names, offsets, strict=True)]
         num_copies, num_decodings = len(self._of_pieces), len(self.decodings)
         made = [self._make(target) for target in targets]
-        tensors = [each.tensor for of_target in made for each in of_target]
+        tensors = [destination.tensor for of_target in made for destination in of_target]
         are_contiguous = all(one.is_contiguous() for one in tensors)
         are_same = len(tensors) == len(targets) and len({(identity(one), one.dtype) for one in tensors}) == 1
         is_lazy = any(one.is_conj() or one.is_neg() for one in tensors)
@@ -192,7 +192,7 @@ class DestinationBuilder:
             return None
         self.aliases.append(memory := AliasedMemory(names))
         return [
-            [replace(each, alias=Alias(memory, number)) for each in of_target]
+            [replace(destination, alias=Alias(memory, number)) for destination in of_target]
             for number, of_target in enumerate(made)
         ]
 
@@ -217,13 +217,13 @@ class DestinationBuilder:
                 runs = runs_of(box, torch_spec(entry)[1]).scaled(stored.itemsize)
             return [Destination(entry, stored, tensor, runs)]
         wanted = Box.whole(tensor.shape) if box is None else box
-        found: list[Destination] = []
+        placed: list[Destination] = []
         for piece in entry.pieces:
             common = wanted.intersect(piece.box)
             if common is not None:
                 view = narrowed(tensor.detach(), common.relative_to(wanted))
-                found.append(self._make_piece(entry, stored, view, common.relative_to(piece.box), piece))
-        return found
+                placed.append(self._make_piece(entry, stored, view, common.relative_to(piece.box), piece))
+        return placed
 
     def _make_piece(
         self, entry: TensorEntry, stored: torch.dtype, view: Tensor, within: Box, piece: Piece
@@ -460,10 +460,10 @@ def _make_scratch(destinations: Sequence[Destination]) -> dict[torch.device, Ten
         MemoryError: A device has too little memory.
     """
     sizes: dict[torch.device, int] = {}
-    for each in destinations:
-        device = each.tensor.device
-        if is_accelerator(device) and not (each.is_plain and each.alias is None):
-            sizes[device] = max(sizes.get(device, 0), min(round_up(each.nbytes, 16), _SCRATCH_BYTES))
+    for destination in destinations:
+        device = destination.tensor.device
+        if is_accelerator(device) and not (destination.is_plain and destination.alias is None):
+            sizes[device] = max(sizes.get(device, 0), min(round_up(destination.nbytes, 16), _SCRATCH_BYTES))
     with torch.inference_mode(False):
         return {device: allocate((nbytes,), torch.uint8, device) for device, nbytes in sizes.items()}
 
@@ -566,8 +566,8 @@ class TargetBuilder(DestinationBuilder):
 
         So all ranks want the same bytes. Returns the names of those that this rank does not need.
         """
-        own = [name for name in together if name in self._complete]
-        others = {other for name in own for other in together[name]} - self._complete.keys()
+        complete = [name for name in together if name in self._complete]
+        others = {other for name in complete for other in together[name]} - self._complete.keys()
         for name in sorted(others):
             self.make(name, exact=True)
         return others
@@ -627,15 +627,15 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if dtype is None:
         return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype):
         raise OptionError(f"dtype={dtype!r}: must be a torch.dtype or the name of one, such as bfloat16")
-    if not (found.is_floating_point or found.is_complex):
+    if not (parsed.is_floating_point or parsed.is_complex):
         raise OptionError(
             f"dtype={dtype!r}: must be a floating point dtype, since a cast to others cuts off the fractions "
             "of weights: load them without dtype=, and quantise them with a library that scales them"
         )
-    return found
+    return parsed
 
 
 def entry_of(manifest: Manifest, name: str) -> TensorEntry:

@@ -67,12 +67,12 @@ def _verify_blocks(session: Session) -> VerifyReport:
                     "is_misread": reading.reader.is_misread,
                 }
             )
-    found = step.answers
-    if any(part["is_misread"] for part in found):
+    answers = step.answers
+    if any(part["is_misread"] for part in answers):
         session.reopen_exactly()  # raises if the bytes before the data of a tensor are damaged
     opened.world.acknowledge()
-    _raise_damage(opened.access, found)
-    return reading.report(found)
+    _raise_damage(opened.access, answers)
+    return reading.report(answers)
 
 
 class CompleteRead:
@@ -154,10 +154,10 @@ class CompleteRead:
         nowhere = TensorWriter([])
         return Pipeline(self._opened.world, plan, self.reader, nowhere, progress=note)
 
-    def report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
+    def report(self, answers: Sequence[dict[str, Any]]) -> VerifyReport:
         """Returns the report over all ranks, from their answers: the packed results of `run`."""
         manifest = self._opened.access.stored
-        return _report(manifest, sum(blocks_of_files(manifest, manifest.block_bytes)), found)
+        return _report(manifest, sum(blocks_of_files(manifest, manifest.block_bytes)), answers)
 
 
 def _rank_report(opened: Opened, start: LoadStart, bytes_verified: int, num_rereads: int = 0) -> RankReport:
@@ -174,28 +174,28 @@ def _rank_report(opened: Opened, start: LoadStart, bytes_verified: int, num_rere
     )
 
 
-def _report(manifest: Manifest, num_blocks: int, found: Sequence[dict[str, Any]]) -> VerifyReport:
+def _report(manifest: Manifest, num_blocks: int, answers: Sequence[dict[str, Any]]) -> VerifyReport:
     return VerifyReport(
         url=manifest.url,
         num_files=len(manifest.files),
         num_blocks=num_blocks,
         nbytes=manifest.nbytes,
-        ranks=Reports(RankReport, found[0]["report"]),
+        ranks=Reports(RankReport, answers[0]["report"]),
     )
 
 
-def _raise_damage(access: Access, found: Sequence[dict[str, Any]]) -> None:
+def _raise_damage(access: Access, answers: Sequence[dict[str, Any]]) -> None:
     """Raises the damage that the ranks found, if there is any."""
     manifest = access.stored
     num_blocks = sum(len(file.checksums) // CHECKSUM_BYTES for file in manifest.files)
-    if num_bad := sum(part["num"] for part in found):
+    if num_bad := sum(part["num"] for part in answers):
         several = not access.shared and len(set(access.hosts)) > 1
         rows = [
             (*position, f"on {host_of(host)}: {text}" if several else text)
-            for host, part in zip(access.hosts, found, strict=True)
+            for host, part in zip(access.hosts, answers, strict=True)
             for *position, text, _ in part["damage"]
         ]
-        doubts = {doubt for part in found for *_, doubt in part["damage"] if doubt}
+        doubts = {doubt for part in answers for *_, doubt in part["damage"] if doubt}
         lines = [text for *_, text in sorted(rows)[:_NUM_SHOWN]]
         more = [f"... and {num_bad - len(lines)} more"] if num_bad > len(lines) else []
         head = f"{manifest.url}: {num_bad} of {num_blocks} blocks are damaged:"
@@ -247,8 +247,8 @@ def _verify_sha_256(session: Session) -> VerifyReport:
             f"{lacking[0] or 'it'}"
         )
     start = LoadStart.now(session.opened)
-    own = compare_sha_256(session)
-    report = _rank_report(session.opened, start, sum(file.nbytes for file in own))
+    compared = compare_sha_256(session)
+    report = _rank_report(session.opened, start, sum(file.nbytes for file in compared))
     with world.step(f"verified {manifest.url}") as step:
         step.answer({"report": Each(report.pack())})
     world.acknowledge()
@@ -266,13 +266,13 @@ def compare_sha_256(session: Session) -> Sequence[FileEntry]:
         PeerError: A rank could not read its part.
     """
     world, access = session.opened.world, session.opened.access
-    own: Sequence[FileEntry] = ()
+    compared: Sequence[FileEntry] = ()
     with world.step(f"comparing {access.stored.url} with the hub", is_long=True):
         team = team_of(access, world.rank)
         if world.rank in team:
             known = _known(access.storage, access.stored.files)
-            own = compare_share(world, access.storage, known, team.index(world.rank), len(team))
-    return own
+            compared = compare_share(world, access.storage, known, team.index(world.rank), len(team))
+    return compared
 
 
 def _known(storage: Storage, files: Sequence[FileEntry]) -> dict[FileEntry, str]:
@@ -306,11 +306,11 @@ def compare_share(
     try:
         works = [workers.submit(partial(_sha_256, world, storage, file, stopped)) for file in share]
         for file, work in zip(share, works, strict=True):
-            found = world.await_work(work, lambda: None)
-            if found != known[file]:
+            digest = world.await_work(work, lambda: None)
+            if digest != known[file]:
                 raise ChecksumError(
                     f"{storage.label(file.name)}: not the file on the hub: SHA-256 {known[file]} expected, "
-                    f"{found} found: download it again"
+                    f"{digest} found: download it again"
                 )
     finally:
         stopped.set()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fastload.planning.cluster import Cluster
-from fastload.transfer.messages import choose_base, dims_of, most_hops, num_targets
+from fastload.transfer.messages import choose_base, dims_of, hop_distances, most_hops
 from fastload.transfer.plan import TransferPlan
 
 _SLICE_BYTES = 512 << 10  # slice of a chunk that NCCL passes on: NCCL_BUFFSIZE, 4 MiB, in 8 steps
@@ -147,7 +147,8 @@ def _owners(plan: TransferPlan, num_locals: int) -> tuple[list[Counter[int]], in
 def _most_sent_by_trees(plan: TransferPlan, num_hosts: int, num_locals: int, base: int) -> float:
     """Returns how many chunks the busiest host sends in a round."""
     rails, num_rounds = _owners(plan, num_locals)
-    targets = torch.tensor([num_targets(at, num_hosts, base) for at in range(num_hosts)], dtype=torch.float64)
+    num_targets = [sum(1 for _ in hop_distances(at, num_hosts, base)) for at in range(num_hosts)]
+    targets = torch.tensor(num_targets, dtype=torch.float64)
     read = torch.zeros(num_hosts, dtype=torch.float64)
     for rail in rails:
         for host, count in rail.items():

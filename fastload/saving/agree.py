@@ -145,8 +145,8 @@ def _how(
     return ShardDigests(
         call.options.check_replicas,
         f"{call.occasion} {content.form}",  # equal on all ranks, and a form has the numbers of steps
-        complete=frozenset(name for name, found in meshes.items() if len(found) > 1),
-        strict=frozenset(name for name, found in meshes.items() if found in by_hand),
+        complete=frozenset(name for name, of_tensor in meshes.items() if len(of_tensor) > 1),
+        strict=frozenset(name for name, of_tensor in meshes.items() if of_tensor in by_hand),
         is_mixed=is_mixed,
     )
 
@@ -369,7 +369,7 @@ def compare_on_devices(
     comparison = DeviceComparison(how, state.layout, agreed.shard_map)
     if reader.on_device:
         ranges = how.ranges_on_devices(state.layout, agreed.shard_map, reader, world.rank)
-        first = {at for at, each in ranges.items() if overlaps and not reader.versions(each.tensor)}
+        first = {at for at, shard in ranges.items() if overlaps and not reader.versions(shard.tensor)}
         order = sorted(ranges, key=lambda at: at not in first)
         try:
             pending = begin_digests(reader, [ranges[at] for at in order], num_first=len(first))
@@ -403,14 +403,14 @@ def finish_comparison(
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all ranks predicted the same shard map; replicated ones match even if the states differ."""
-    maps = {each["shards"] for each in ranks}
-    forms = {each["content"][0] for each in ranks}
+    maps = {answer["shards"] for answer in ranks}
+    forms = {answer["content"][0] for answer in ranks}
     return maps == {"replicated"} or (len(maps) == len(forms) == 1 and "" not in maps)
 
 
 def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
     """Raises if a rank has copied its bytes by a wrong prediction."""
-    predicted = [rank for rank, each in enumerate(ranks) if each["has_copied"]]
+    predicted = [rank for rank, answer in enumerate(ranks) if answer["has_copied"]]
     if predicted:
         raise PlanMismatch(
             f"the ranks hold different parts of the state, which rank {predicted[0]} could not foresee: "

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from fastload.base.state_copies import state_copies
 from fastload.base.threads import Task
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.observers import notify
@@ -119,7 +118,7 @@ class SaveHandle:
         if snapshot is not None:
             if not snapshot.wait(timeout):
                 raise DeadlineExceeded(f"the state for {self._url} was not copied within {timeout} s")
-            state_copies.remove_hook()
+            snapshot.release_steps()
             self._snapshot = None
 
     def wait(self, timeout: float | None = None) -> SaveReport:
@@ -200,8 +199,8 @@ def raise_unseen() -> None:
 def _of_earlier_save(error: FastloadError, url: str) -> FastloadError:
     """Returns the error of a save as another call raises it."""
     earlier, text = copy.copy(error), str(error.args[0])
-    own = f"saving to {url}"
-    text = text.removeprefix(own) if text.startswith(own) else f" failed: {text}"
+    prefix = f"saving to {url}"
+    text = text.removeprefix(prefix) if text.startswith(prefix) else f" failed: {text}"
     earlier.args = (f"the earlier save to {url}{text}",)
     return earlier
 

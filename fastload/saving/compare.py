@@ -70,15 +70,15 @@ def small_tensors(
         tensors: The same tensors, by name.
         starts: The number of the first tensor of each entry.
     """
-    found, left = {}, _MAX_BYTES_OF_ALL
+    values, left = {}, _MAX_BYTES_OF_ALL
     for number in _evenly_chosen(starts, len(specs)):
         spec = specs[number]
         tensor = tensors[spec.name]
         if not is_sharded(tensor) and tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
             data = host_bytes(tensor)
-            found[spec.name] = data if spec.nbytes <= _MAX_SHOWN_BYTES else xxhash.xxh3_64_digest(data)
+            values[spec.name] = data if spec.nbytes <= _MAX_SHOWN_BYTES else xxhash.xxh3_64_digest(data)
             left -= spec.nbytes
-    return found
+    return values
 
 
 def _evenly_chosen(starts: Sequence[int], num: int) -> Iterator[int]:
@@ -177,11 +177,11 @@ def require_same_content(
     raise PlanMismatch("\n".join([head, *lines, hint]))
 
 
-def _differing_places(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:
+def _differing_places(first: StateContent, content: StateContent) -> tuple[int, list[tuple[str, str, str]]]:
     """Returns the number of different places, and the first ones, also of each list, with their values."""
     num, num_in = 0, Counter[Any]()
     few: list[tuple[str, str, str]] = []
-    for path, there, here in _Comparison(first, own).places():
+    for path, there, here in _Comparison(first, content).places():
         num += 1
         if path and type(path[-1]) is int:
             num_in[path[:-1]] += 1
@@ -276,7 +276,6 @@ class ReplicaDigests(Protocol):
 
     def hold_caller(self) -> None:
         """Has this thread's current streams wait until all are computed; the host does not wait."""
-        ...
 
     def get(self, limit_s: float) -> list[int]:
         """Waits for the digests, and returns them in the order of the ranges.
@@ -284,7 +283,6 @@ class ReplicaDigests(Protocol):
         Raises:
             DeadlineExceeded: They took longer than `limit_s` seconds, or what was queued before them.
         """
-        ...
 
 
 def begin_digests(reader: StateReader, ranges: Sequence[ShardRange], *, num_first: int = 0) -> ReplicaDigests:
@@ -353,7 +351,7 @@ class ShardDigests:
             skip: Names of tensors whose small shards are left out.
         """
         shards, names = shard_map.replicated(rank), layout.space.ranges
-        found: dict[int, bytes] = {}
+        by_number: dict[int, bytes] = {}
         by_bits: dict[int, ShardRange] = {}
         memory = None
         for at, (number, shard) in self._complete(layout, shards, reader, skip):
@@ -362,18 +360,18 @@ class ShardDigests:
                 continue
             if memory is None:
                 memory = allocate_staging(_BUFFER_BYTES, pinned=False)
-            found[at] = _digest(reader, number, shard, memory)
+            by_number[at] = _digest(reader, number, shard, memory)
         if by_bits:
             pending = begin_digests(reader, list(by_bits.values()))
-            found |= zip(by_bits, _packed(pending.get(limit_s)), strict=True)
+            by_number |= zip(by_bits, _packed(pending.get(limit_s)), strict=True)
         if self.how == "small":
             samples = [
                 (at, _sample(number, shard, nbytes, self._seed))
                 for at, number, shard, nbytes in _large_shards(shard_map, rank)
                 if names[number].name not in self.complete and reader.is_in_host_memory(names[number].name)
             ]
-            found |= _digest_samples(reader, samples)
-        return b"".join(found.get(at, _UNKNOWN) for at in range(len(shards)))
+            by_number |= _digest_samples(reader, samples)
+        return b"".join(by_number.get(at, _UNKNOWN) for at in range(len(shards)))
 
     def ranges_on_devices(
         self, layout: Layout, shard_map: ShardMap, reader: StateReader, rank: int
@@ -417,11 +415,11 @@ class ShardDigests:
 @lru_cache(maxsize=2)  # a training saves states of the same placements
 def _large_shards(shard_map: ShardMap, rank: int) -> list[tuple[int, int, MappedShard, int]]:
     """Returns the large ones of `ShardMap.replicated`: number there, number of the tensor, shard, length."""
-    found = []
+    large = []
     for at, (number, shard) in enumerate(shard_map.replicated(rank)):
         if (nbytes := shard.runs.total) > _MAX_BYTES:
-            found.append((at, number, shard, nbytes))
-    return found
+            large.append((at, number, shard, nbytes))
+    return large
 
 
 def _sample(number: int, shard: MappedShard, nbytes: int, seed: int) -> ShardRange:
@@ -465,25 +463,25 @@ def _digest_samples(
     reader: StateReader, samples: Sequence[tuple[int, ShardRange]]
 ) -> Iterator[tuple[int, bytes]]:
     """Yields the digests of ranges in host memory, each with its number; reads many at once."""
-    lengths = (each.end - each.begin for _, each in samples)
+    lengths = (sample.end - sample.begin for _, sample in samples)
     memory = torch.empty(min(sum(lengths), _BUFFER_BYTES), dtype=torch.uint8)
     waiting: list[tuple[int, ShardRange]] = []
     end = 0
 
     def flush() -> Iterator[tuple[int, bytes]]:
-        reader.copy([each for _, each in waiting], memory[:end])
+        reader.copy([sample for _, sample in waiting], memory[:end])
         view, begin = host_view(memory), 0
-        for at, each in waiting:
-            nbytes = each.end - each.begin
+        for at, sample in waiting:
+            nbytes = sample.end - sample.begin
             yield at, xxhash.xxh3_64_digest(view[begin : begin + nbytes])
             begin += nbytes
 
-    for at, each in samples:
-        nbytes = each.end - each.begin
+    for at, sample in samples:
+        nbytes = sample.end - sample.begin
         if end + nbytes > len(memory):
             yield from flush()
             waiting, end = [], 0
-        waiting.append((at, each))
+        waiting.append((at, sample))
         end += nbytes
     if waiting:
         yield from flush()
@@ -519,8 +517,8 @@ class DeviceComparison:
             DeadlineExceeded: A device took longer than `limit_s` seconds.
         """
         digests = self.pending.get(limit_s) if self.pending is not None else []
-        found = dict(zip(self.numbers, _packed(digests), strict=True))
-        return b"".join(found.get(at, _UNKNOWN) for at in range(len(self.shard_map.replicated(rank))))
+        by_number = dict(zip(self.numbers, _packed(digests), strict=True))
+        return b"".join(by_number.get(at, _UNKNOWN) for at in range(len(self.shard_map.replicated(rank))))
 
     def by_holders(self, rank: int, limit_s: float) -> dict[str, str]:
         """Waits for the digests; returns one for each group of holders, see `digest_by_holders`."""
@@ -537,12 +535,12 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
         rank: This rank.
         digests: From `ShardDigests.of`.
     """
-    found: dict[Sequence[int], bytearray] = defaultdict(bytearray)
+    by_holders: dict[Sequence[int], bytearray] = defaultdict(bytearray)
     for shard, digest in _by_shard(shard_map, rank, digests):
-        found[shard[1].holders] += digest
+        by_holders[shard[1].holders] += digest
     return {
         _name_of(holders): xxhash.xxh3_64_hexdigest(bytes(sums))
-        for holders, sums in found.items()
+        for holders, sums in by_holders.items()
         if any(sums)
     }
 
@@ -594,15 +592,15 @@ def find_differences(
     Raises:
         PeerError: Some rank failed.
     """
-    own = dict(_by_shard(shard_map, world.rank, digests))
+    digest_of = dict(_by_shard(shard_map, world.rank, digests))
     with world.gathering_step(what) as sending:
-        sending.answer(b"".join(own[shard] for shard in _first_held(shard_map, world.rank, differing)))
+        sending.answer(b"".join(digest_of[shard] for shard in _first_held(shard_map, world.rank, differing)))
     first: dict[_Replica, bytes] = {}
     for rank, sent in enumerate(sending.answers):
         first.update(zip(_first_held(shard_map, rank, differing), _cut(sent), strict=True))
-    is_error = {shard: how.is_error(layout.space.ranges[shard[0]].name, shard[1]) for shard in own}
+    is_error = {shard: how.is_error(layout.space.ranges[shard[0]].name, shard[1]) for shard in digest_of}
     with world.step(what) as step:
-        step.answer(_differing(first, own, is_error))
+        step.answer(_differing(first, digest_of, is_error))
     differing = step.answers
     odd: dict[_Replica, dict[int, str]] = defaultdict(dict)
     for rank, (_, few) in enumerate(differing):
@@ -622,7 +620,7 @@ def find_differences(
 
 
 def _differing(
-    first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes], is_error: Mapping[_Replica, bool]
+    first: Mapping[_Replica, bytes], digest_of: Mapping[_Replica, bytes], is_error: Mapping[_Replica, bool]
 ) -> tuple[int, list[tuple[int, str]]]:
     """Returns how many of this rank's digests differ from those of the first holders, and the first ones.
 
@@ -630,10 +628,10 @@ def _differing(
     """
     differing = [
         (at, shard, digest.hex())
-        for at, (shard, digest) in enumerate(own.items())
+        for at, (shard, digest) in enumerate(digest_of.items())
         if digest != first.get(shard, digest) and _UNKNOWN not in (digest, first[shard])
     ]
-    differing.sort(key=lambda found: not is_error[found[1]])
+    differing.sort(key=lambda place: not is_error[place[1]])
     return len(differing), [(at, digest) for at, _, digest in differing[:_NUM_SHOWN]]
 
 
@@ -682,11 +680,11 @@ def _by_shard(shard_map: ShardMap, rank: int, digests: bytes) -> Iterator[tuple[
 def _first_held(shard_map: ShardMap, rank: int, groups: Collection[str]) -> list[_Replica]:
     """Returns the shards of some groups of which a rank is the first holder."""
     is_wanted: dict[Sequence[int], bool] = {}
-    found = []
+    held = []
     for number, shard in shard_map.replicated(rank):
         holders = shard.holders
         if holders not in is_wanted:
             is_wanted[holders] = holders[0] == rank and _name_of(holders) in groups
         if is_wanted[holders]:
-            found.append((number, shard))
-    return found
+            held.append((number, shard))
+    return held

@@ -111,8 +111,8 @@ class Layout:
 
         So each block has one writer that hashes it. The last block may end beyond the ranges.
         """
-        for each in ranges:
-            for _, block in self.blocks.between(each.file, each.offset, each.end):
+        for byte_range in ranges:
+            for _, block in self.blocks.between(byte_range.file, byte_range.offset, byte_range.end):
                 yield block
 
     def tail_of(self, written: ByteRange) -> ByteRange | None:

@@ -82,12 +82,12 @@ class MessagePlan:
 
     def incoming(self, batch: int) -> list[ShardMessage]:
         """Returns the messages of other ranks for a batch, equal to those in their `outgoing`."""
-        found: dict[int, list[ShardMessage]] = {}
+        by_sender: dict[int, list[ShardMessage]] = {}
         for part in self.batches[batch]:
             for message in self.parts[part]:
                 if not message.is_local:
-                    found.setdefault(message.sender, []).append(message)
-        return [_joined(messages, batch) for messages in found.values()]
+                    by_sender.setdefault(message.sender, []).append(message)
+        return [_joined(messages, batch) for messages in by_sender.values()]
 
     @property
     def partners(self) -> set[int]:
@@ -125,13 +125,13 @@ def plan_messages(
         groups: The ranks of each group. A shard comes from a rank of the same group, if one holds it.
         batch_bytes: Most bytes of a batch of several parts.
     """
-    own: list[list[ShardMessage]] = []
+    own_parts: list[list[ShardMessage]] = []
     batches: list[range] = []
     outgoing: list[ShardMessage] = []
     for of_group, members in zip(shares, map(frozenset, groups), strict=True):
         if rank in of_group:
             share = of_group[rank]
-            own = [
+            own_parts = [
                 _messages_for(layout, shard_map, share, rank, index, members)
                 for index in range(len(share.parts))
             ]
@@ -142,7 +142,7 @@ def plan_messages(
     num_ranks = 1 + max(rank, *(message.writer for message in outgoing)) if outgoing else 1
     # Ranks begin with different writers.
     outgoing.sort(key=lambda message: (message.number, (message.writer - rank) % num_ranks))
-    return MessagePlan(own, batches, outgoing)
+    return MessagePlan(own_parts, batches, outgoing)
 
 
 def receiving_writers(
@@ -160,28 +160,28 @@ def receiving_writers(
         rank: The rank.
     """
     written = Intervals(
-        ((each.file, each.offset), (each.file, each.end), writer)
+        ((byte_range.file, byte_range.offset), (byte_range.file, byte_range.end), writer)
         for writer, of_writer in ranges.items()
-        for each in of_writer
+        for byte_range in of_writer
     )
-    found = {rank} & ranges.keys()
+    receiving = {rank} & ranges.keys()
     for _, entry, shard in _own_shards(layout, shard_map, rank):
         begin, end = entry.offset + shard.runs.start, entry.offset + shard.runs.end
-        found.update(written.overlapping((entry.file, begin), (entry.file, end)))
+        receiving.update(written.overlapping((entry.file, begin), (entry.file, end)))
         if (block := layout.blocks.at(entry.file, begin)) is not None:
-            found.update(written.overlapping((entry.file, block.offset), (entry.file, block.offset + 1)))
-    return found
+            receiving.update(written.overlapping((entry.file, block.offset), (entry.file, block.offset + 1)))
+    return receiving
 
 
 def _own_shards(
     layout: Layout, shard_map: ShardMap, rank: int
 ) -> Iterator[tuple[int, TensorEntry, MappedShard]]:
     """Yields the shards that a rank holds, each with its tensor and the number of that."""
-    own: dict[TensorShards, list[MappedShard]] = {}
+    held: dict[TensorShards, list[MappedShard]] = {}
     for number, (entry, kind) in enumerate(zip(layout.space.ranges, shard_map.tensors, strict=True)):
-        if kind not in own:
-            own[kind] = [shard for shard in kind.shards if rank in shard.holders]
-        for shard in own[kind]:
+        if kind not in held:
+            held[kind] = [shard for shard in kind.shards if rank in shard.holders]
+        for shard in held[kind]:
             yield number, entry, shard
 
 
@@ -215,12 +215,12 @@ def _messages_for(
 ) -> list[ShardMessage]:
     """Returns the messages that fill a part."""
     part, origin = share.parts[index], share.origins[index]
-    found: dict[int, list[ShardRange]] = {writer: []}
+    by_sender: dict[int, list[ShardRange]] = {writer: []}
     for number, first, last in layout.space.overlapping(part.file, part.offset, part.end):
         for shard, begin, end in shard_map.tensor(number).within(first, last):
             sender = _sender(shard.holders, origin, members)
-            found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
-    return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]
+            by_sender.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
+    return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in by_sender.items() if of]
 
 
 def _outgoing(
@@ -320,12 +320,12 @@ def _batched(messages: Sequence[ShardMessage], batches: Sequence[range]) -> Iter
 def _joined(messages: Sequence[ShardMessage], batch: int) -> ShardMessage:
     """Joins messages between the same two ranks; adjacent ranges become one."""
     ranges: list[ShardRange] = []
-    for each in chain.from_iterable(message.ranges for message in messages):
+    for shard_range in chain.from_iterable(message.ranges for message in messages):
         last = ranges[-1] if ranges else None
-        if last is not None and last[:2] == each[:2] and last.end == each.begin:
-            ranges[-1] = last._replace(end=each.end)
+        if last is not None and last[:2] == shard_range[:2] and last.end == shard_range.begin:
+            ranges[-1] = last._replace(end=shard_range.end)
         else:
-            ranges.append(each)
+            ranges.append(shard_range)
     return ShardMessage(messages[0].sender, messages[0].writer, batch, tuple(ranges))
 
 

@@ -98,8 +98,8 @@ def collect_own(
         return structure, PerRankFiles()
     what = f"{what}: collecting the ranks' own values"
     everyone = [world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(world.size)]
-    found = [require_left(what, each, rank) for rank, each in enumerate(everyone)]
-    return gather_own(structure, found, block_bytes=block_bytes)
+    packed_by_rank = [require_left(what, data, rank) for rank, data in enumerate(everyone)]
+    return gather_own(structure, packed_by_rank, block_bytes=block_bytes)
 
 
 def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> tuple[Any, PerRankFiles]:
@@ -114,8 +114,8 @@ def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> 
         The structure with the values of all ranks, and the files.
     """
     values, specs, strides, data = [], [], {}, {}
-    for each in packed:
-        text, *contents = split_parts(each)
+    for of_rank in packed:
+        text, *contents = split_parts(of_rank)
         own_values, own_specs, own_strides = json.loads(text)
         strides.update(own_strides)
         values.append(own_values)

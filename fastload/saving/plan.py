@@ -155,7 +155,6 @@ class PlanTransform(Protocol):
         Raises:
             FastloadError: Some rank failed.
         """
-        ...
 
 
 def make_plan(

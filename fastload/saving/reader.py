@@ -14,10 +14,10 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.devices import DeviceStreams, accelerators_of
-from fastload.base.memory import borrowed, byte_view, copy_flat, copy_run, host_view
+from fastload.base.memory import byte_view, copy_flat, copy_run, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import is_sharded, local_of, local_parts, mesh_of, narrowed
+from fastload.geometry.dtensors import is_sharded, local_parts, mesh_of, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardRange
 
@@ -37,6 +37,7 @@ class StateReader:
     Attributes:
         watch: Time of copies.
         streams: The streams that copy: the caller's.
+        tensors: As given.
     """
 
     def __init__(
@@ -50,57 +51,27 @@ class StateReader:
         self.watch = Stopwatch()
         self.streams = DeviceStreams.of_caller(accelerators_of(tensors.values()))
         self._layout = layout
-        self._tensors = tensors
+        self.tensors = tensors
         self._uncounted = uncounted
         self._shards = shards
         self._patience_s = patience_s
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
 
-    @classmethod
-    def of_parts(cls, layout: Layout, parts: Mapping[str, list[tuple[Box, Tensor]]]) -> StateReader:
-        """Returns a reader of parts of tensors, each with its box, in host memory."""
-        reader = cls(layout, {})
-        reader._parts = dict(parts)
-        return reader
-
     def with_layout(self, layout: Layout) -> StateReader:
         """Returns a reader of the same tensors in another layout."""
-        return self._changed(layout, self._tensors)
-
-    def in_background(self, numbers: Iterable[int]) -> StateReader:
-        """Returns a reader of some tensors, by their numbers in `Layout.space`, as they are now.
-
-        It reads the same memory even if the caller gives its tensors other memory. On accelerators it has
-        streams of its own, which begin after the work that is queued on the caller's.
-        """
-        parts = {name: self._parts_of(name) for name in map(self.name_of, numbers)}
-        tensors = {name: self._tensors[name] for name in parts}
-        plain = {name: parts[name][0][1] for name, tensor in tensors.items() if not is_sharded(tensor)}
-        reader = self._changed(self._layout, tensors | plain)
-        reader._parts = parts
-        reader.streams = self.streams.for_copies()
+        reader = self.replaced(self.tensors, {}, self.streams)
+        reader._layout = layout
         return reader
 
-    def borrowing(self) -> StateReader:
-        """Returns a reader of the same memory, which does not keep it; see `borrowed`."""
-        tensors = {name: borrowed(local_of(tensor)) for name, tensor in self._tensors.items()}
-        reader = self._changed(self._layout, tensors)
-        reader._parts = {
-            name: [(box, borrowed(view)) for box, view in self._parts_of(name)] for name in tensors
-        }
-        return reader
-
-    def in_current_streams(self) -> StateReader:
-        """Returns a reader that copies in the streams that are the caller's now."""
-        if not self.streams:
-            return self
+    def replaced(
+        self,
+        tensors: Mapping[str, Tensor],
+        parts: Mapping[str, list[tuple[Box, Tensor]]],
+        streams: DeviceStreams,
+    ) -> StateReader:
+        """Returns a reader of other tensors, with what `parts_of` returns of some of them."""
         reader = copy.copy(self)
-        reader.streams = DeviceStreams.of_caller(self.streams.devices)
-        return reader
-
-    def _changed(self, layout: Layout, tensors: Mapping[str, Tensor]) -> StateReader:
-        reader = copy.copy(self)
-        reader._layout, reader._tensors, reader._parts = layout, tensors, {}
+        reader.tensors, reader._parts, reader.streams = tensors, dict(parts), streams
         return reader
 
     def name_of(self, number: int) -> str:
@@ -115,10 +86,10 @@ class StateReader:
             which are small.
         """
         name = self.name_of(number)
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if name in self._uncounted or tensor.nbytes <= _SMALL_BYTES:
             return []
-        parts = self._parts_of(name)
+        parts = self.parts_of(name)
         if sum(part.nbytes for _, part in parts) <= _SMALL_BYTES:
             return []
         local = parts[0][1]  # a view, which shares its counter
@@ -127,7 +98,7 @@ class StateReader:
         counters = [tensor]
         if is_sharded(tensor):
             counters += [*(part for _, part in parts), self._shards.get(local.data_ptr(), local)]
-        return [(each, each._version) for each in counters]
+        return [(counter, counter._version) for counter in counters]
 
     @property
     def on_device(self) -> bool:
@@ -136,14 +107,14 @@ class StateReader:
 
     def is_in_host_memory(self, name: str) -> bool:
         """Whether a tensor is in host memory."""
-        return self._tensors[name].is_cpu
+        return self.tensors[name].is_cpu
 
     def places(self) -> str:
         """Says which tensors are on accelerators: none (empty), all, or a digest of their names."""
         if not self.on_device:
             return ""
-        names = [name for name, tensor in self._tensors.items() if not tensor.is_cpu]
-        if len(names) == len(self._tensors):
+        names = [name for name, tensor in self.tensors.items() if not tensor.is_cpu]
+        if len(names) == len(self.tensors):
             return "all"
         return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
 
@@ -163,7 +134,7 @@ class StateReader:
 
     def view(self, number: int) -> memoryview | None:
         """Returns a complete tensor in place; None if its bytes are not contiguous in host memory."""
-        tensor = self._tensors[self.name_of(number)].detach()
+        tensor = self.tensors[self.name_of(number)].detach()
         if is_sharded(tensor) or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
             return None
         return host_view(byte_view(tensor))
@@ -171,14 +142,14 @@ class StateReader:
     def part(self, number: int, box: Box) -> Tensor:
         """Returns a box of a tensor, by its number in `Layout.space`."""
         name = self._layout.space.ranges[number].name
-        tensor = self._tensors.get(name)
+        tensor = self.tensors.get(name)
         if tensor is not None and not is_sharded(tensor) and box.sizes == tensor.shape:
             return tensor
-        for own, view in self._parts_of(name):
-            if own == box:
+        for held, view in self.parts_of(name):
+            if held == box:
                 return view
-            if own.intersect(box) == box:
-                return narrowed(view, box.relative_to(own))
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
         raise AssertionError(f"this rank does not hold {box}")
 
     def wait_copied(self) -> None:
@@ -192,21 +163,21 @@ class StateReader:
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Returns the boxes of a tensor that this rank holds."""
-        return tuple(box for box, _ in self._parts_of(name))
+        return tuple(box for box, _ in self.parts_of(name))
 
     def boxes_and_meshes(self) -> dict[str, tuple[tuple[Box, ...], str]]:
         """Returns the boxes that this rank holds of each tensor, and its mesh; see `mesh_of`."""
-        return {name: (self.boxes(name), mesh_of(tensor)) for name, tensor in self._tensors.items()}
+        return {name: (self.boxes(name), mesh_of(tensor)) for name, tensor in self.tensors.items()}
 
     def forget(self) -> None:
         """Drops the references to the state."""
-        self._tensors, self._shards = {}, {}
+        self.tensors, self._shards = {}, {}
         self._parts.clear()
 
-    def _parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
+    def parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
         """Returns the local parts of a tensor, detached; cached, since a DTensor takes long to answer."""
         if name not in self._parts:
-            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
+            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self.tensors[name])]
         return self._parts[name]
 
 

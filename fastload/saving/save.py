@@ -209,11 +209,11 @@ def _publish(
     """Commits the checkpoint if this rank is a leader; returns the rank's report."""
     world, plan = call.world, planned.plan
     began = time.perf_counter()
-    own = PerRankFiles()
+    rank_files = PerRankFiles()
     if world.rank == plan.group.leader:
-        own = commit(call, plan, written, agreed, planned.delta)
+        rank_files = commit(call, plan, written, agreed, planned.delta)
         call.observers.add("commit", began)
-    return published_response(call, begun, plan, written, own, began, waited_s)
+    return published_response(call, begun, plan, written, rank_files, began, waited_s)
 
 
 def published_response(
@@ -270,13 +270,13 @@ def finished_save(call: SaveCall, report: SaveReport, responses: Sequence[dict[s
 
 def _report(call: SaveCall, planned: PlannedWrite, published: Sequence[dict[str, Any]]) -> SaveReport:
     """Merges the reports of all ranks."""
-    plan, own = planned.plan, published[0]["own"]  # the same on each leader
+    plan, rank_files = planned.plan, published[0]["own"]  # the same on each leader
     layout = plan.state.layout
     return SaveReport(
         url=call.url,
-        nbytes=layout.nbytes + own["nbytes"],
-        num_tensors=len(plan.state.content.specs) + own["num_tensors"],
-        num_files=len(layout.files) + own["num_files"],
+        nbytes=layout.nbytes + rank_files["nbytes"],
+        num_tensors=len(plan.state.content.specs) + rank_files["num_tensors"],
+        num_files=len(layout.files) + rank_files["num_files"],
         block_bytes=layout.block_bytes,
         num_writers=len(plan.group.writers),
         num_copies=len(plan.leaders),

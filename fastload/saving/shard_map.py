@@ -113,11 +113,11 @@ class ShardMap:
     @classmethod
     def of(cls, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> ShardMap:
         """Returns the last map if it is of these arguments, else a new one."""
-        found = next((each for each in _last[:] if each._is_of(layout, num_ranks, boxes)), None)
-        if found is None:
-            found = cls(layout, num_ranks, boxes)
-            _last[:] = [found]
-        return found
+        shard_map = next((known for known in _last[:] if known._is_of(layout, num_ranks, boxes)), None)
+        if shard_map is None:
+            shard_map = cls(layout, num_ranks, boxes)
+            _last[:] = [shard_map]
+        return shard_map
 
     def _is_of(self, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> bool:
         return (
@@ -130,10 +130,10 @@ class ShardMap:
         dtype, shape = torch_spec(entry)
         boxes = None if self._boxes is None else self._boxes[entry.name]
         key = (shape, dtype.itemsize, id(boxes))  # the same for identical layers
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._cut(shape, dtype.itemsize, boxes)
-        return found
+        shards = self._known.get(key)
+        if shards is None:
+            shards = self._known[key] = self._cut(shape, dtype.itemsize, boxes)
+        return shards
 
     @cached_property
     def tensors(self) -> list[TensorShards]:
@@ -150,12 +150,12 @@ class ShardMap:
 
     def missing(self) -> list[str]:
         """Describes boxes that no rank holds; the first ones."""
-        found: list[str] = []
+        lines: list[str] = []
         for entry, kind in zip(self._entries, self.tensors, strict=True):
-            found += [_describe_missing(box, torch_spec(entry)[1], entry.name) for box in kind.missing]
-            if len(found) >= _NUM_SHOWN:
+            lines += [_describe_missing(box, torch_spec(entry)[1], entry.name) for box in kind.missing]
+            if len(lines) >= _NUM_SHOWN:
                 break
-        return found
+        return lines
 
     @cached_property
     def digest(self) -> str:

@@ -48,7 +48,7 @@ class BufferPool:
         with _lock:
             is_first = kind not in self._last
             self._last.append(kind)
-            self._free = {each: self._free.get(each, []) for each in self._last}
+            self._free = {kind_before: self._free.get(kind_before, []) for kind_before in self._last}
             buffers = self._free[kind].pop() if self._free[kind] else None
         if buffers is None:
             buffers = [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
@@ -117,6 +117,9 @@ class Snapshot:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the state may change; returns whether it may, after so many seconds at most."""
         return True
+
+    def release_steps(self) -> None:
+        """Has no steps of training wait any more; called in the thread that waits for the copy."""
 
     def await_copies(self) -> None:
         """Waits until all bytes are copied; raises the error of the copy."""

@@ -166,26 +166,26 @@ def cut_shares(
         writers: The writers whose shares to return; None for all.
     """
     written = Intervals(
-        ((each.file, each.offset), (each.file, each.end), (writer, number, each))
+        ((piece.file, piece.offset), (piece.file, piece.end), (writer, number, piece))
         for writer, of_writer in ranges.items()
-        for number, each in enumerate(of_writer)
+        for number, piece in enumerate(of_writer)
     )
 
     def cut(within: ByteRange, first: int, *, is_tail: bool = False) -> Iterator[PartRun]:
         """Yields the parts of a range, which writers may share."""
         file = within.file
-        for writer, number, each in written.overlapping((file, within.offset), (file, within.end)):
-            begin, end = max(each.offset, within.offset), min(each.end, within.end)
-            run = PartRun(first, file, begin, end, each.offset, part_bytes, writer, number, is_tail)
+        for writer, number, byte_range in written.overlapping((file, within.offset), (file, within.end)):
+            begin, end = max(byte_range.offset, within.offset), min(byte_range.end, within.end)
+            run = PartRun(first, file, begin, end, byte_range.offset, part_bytes, writer, number, is_tail)
             first += run.num_parts
             yield run
 
     shares = {}
     for writer in ranges if writers is None else writers:
         runs: list[PartRun] = []
-        for each in ranges[writer]:
-            runs += cut(each, _num_parts(runs))
-            if tail := layout.tail_of(each):
+        for byte_range in ranges[writer]:
+            runs += cut(byte_range, _num_parts(runs))
+            if tail := layout.tail_of(byte_range):
                 runs += cut(tail, _num_parts(runs), is_tail=True)
         shares[writer] = WriterShare(ranges[writer], runs)
     return shares
@@ -197,14 +197,14 @@ def _num_parts(runs: Sequence[PartRun]) -> int:
 
 def hashing_writers(layout: Layout, ranges: Mapping[int, Sequence[ByteRange]], writer: int) -> set[int]:
     """Returns the writers that hash bytes which one of them writes, that one included."""
-    own = Intervals(
-        ((each.file, each.offset), (each.file, each.end), each) for each in ranges.get(writer, ())
+    written = Intervals(
+        ((piece.file, piece.offset), (piece.file, piece.end), piece) for piece in ranges.get(writer, ())
     )
     tails = ((other, tail) for other, of_other in ranges.items() for tail in map(layout.tail_of, of_other))
     return {writer} | {
         other
         for other, tail in tails
-        if tail and any(own.overlapping((tail.file, tail.offset), (tail.file, tail.end)))
+        if tail and any(written.overlapping((tail.file, tail.offset), (tail.file, tail.end)))
     }
 
 
@@ -245,15 +245,15 @@ def split(
             by_holders.setdefault(holders or (), []).append(ByteRange(file, begin, end - begin))
     spaces = [Space(extents) for extents in by_holders.values()]
     shares = deal([[(0, space.nbytes)] for space in spaces], list(by_holders), sorted(writers))
-    found: dict[int, list[ByteRange]] = {writer: [] for writer in writers}
-    for number, writer, begin, end in ((each.group, each.reader, each.begin, each.end) for each in shares):
-        space = spaces[number]
-        first, last = (_floor(space, position, align_bytes) for position in (begin, end))
+    by_writer: dict[int, list[ByteRange]] = {writer: [] for writer in writers}
+    for share in shares:
+        space = spaces[share.group]
+        first, last = (_floor(space, position, align_bytes) for position in (share.begin, share.end))
         for index, start, stop in space.cut(first, last - first):
             file, offset, *_ = space.ranges[index]
-            found[writer].append(ByteRange(file, offset + start, stop - start))
-    _even_out(found, align_bytes)
-    return {writer: merged(sorted(ranges)) for writer, ranges in found.items()}
+            by_writer[share.reader].append(ByteRange(file, offset + start, stop - start))
+    _even_out(by_writer, align_bytes)
+    return {writer: merged(sorted(ranges)) for writer, ranges in by_writer.items()}
 
 
 def _unit_bytes(share_bytes: int, align_bytes: int) -> int:
@@ -310,24 +310,24 @@ class _RangeOfHolders(NamedTuple):
     holders: _Holders
 
 
-def _even_out(found: dict[int, list[ByteRange]], align_bytes: int) -> None:
+def _even_out(by_writer: dict[int, list[ByteRange]], align_bytes: int) -> None:
     """Moves units from the writer with the most bytes to the one with the fewest."""
-    loads = {writer: sum(each.nbytes for each in ranges) for writer, ranges in found.items()}
+    loads = {writer: sum(byte_range.nbytes for byte_range in ranges) for writer, ranges in by_writer.items()}
     mean, (part, few_bytes) = sum(loads.values()) / len(loads), _MOST_UNEVEN
     bound = mean + max(mean * part, few_bytes)
     while True:
         most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
         if loads[most] <= bound:
             return
-        last = found[most].pop()
+        last = by_writer[most].pop()
         cut = max(last.offset, (last.end - 1) // align_bytes * align_bytes)
         moved = ByteRange(last.file, cut, last.end - cut)
         if last.offset < cut:
-            found[most].append(ByteRange(last.file, last.offset, cut - last.offset))
+            by_writer[most].append(ByteRange(last.file, last.offset, cut - last.offset))
         if loads[least] + moved.nbytes >= loads[most]:
-            found[most].append(moved)
+            by_writer[most].append(moved)
             return
-        found[least].insert(0, moved)
+        by_writer[least].insert(0, moved)
         loads[most] -= moved.nbytes
         loads[least] += moved.nbytes
 
@@ -368,18 +368,18 @@ def _of_shards(
     shards: Sequence[MappedShard], writers: Collection[int], align_bytes: int
 ) -> list[_RangeOfHolders]:
     """Joins shards whose bytes alternate, and short ones, since only long ranges matter."""
-    found: list[_RangeOfHolders] = []
+    longer: list[_RangeOfHolders] = []
     for shard in shards:
         able = tuple(rank for rank in shard.holders if rank in writers)
         new = _RangeOfHolders(shard.runs.start, shard.runs.end, able)
-        if found:
-            last = found[-1]
+        if longer:
+            last = longer[-1]
             is_short = min(last.end - last.begin, new.end - new.begin) < align_bytes
             if new.begin < last.end or is_short:
-                found[-1] = _RangeOfHolders(last.begin, max(last.end, new.end), _either(last.holders, able))
+                longer[-1] = _RangeOfHolders(last.begin, max(last.end, new.end), _either(last.holders, able))
                 continue
-        found.append(new)
-    return found
+        longer.append(new)
+    return longer
 
 
 def _ranges_in_units(

@@ -205,11 +205,9 @@ class PartSource(Protocol):
     @property
     def depth(self) -> int:
         """See above."""
-        ...
 
     def part(self, index: int) -> memoryview:
         """Returns the bytes of a part."""
-        ...
 
 
 class PartWriter:

@@ -84,7 +84,6 @@ class StorageOpener(Protocol):
         Raises:
             OptionError: The URL or an option is invalid, or a package is missing.
         """
-        ...
 
 
 def register_storage(scheme: str, factory: Callable[..., Storage]) -> None:
@@ -292,8 +291,8 @@ def _open_guarded(location: Location, options: Mapping[str, Any], open_own: Call
             why = secrets.hide(str(error))
             raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
     if not isinstance(storage, Storage):
-        found = type(storage).__name__
-        raise OptionError(f"cannot open {location}: its factory returned {found}, not a fastload.Storage")
+        kind = type(storage).__name__
+        raise OptionError(f"cannot open {location}: its factory returned {kind}, not a fastload.Storage")
     storage.secrets = secrets
     return storage
 

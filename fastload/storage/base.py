@@ -329,10 +329,10 @@ class WritableStorage(Storage):
 
     def files(self, folder: str) -> dict[str, int]:
         """Returns the sizes in bytes of the files in a directory directly below the root, by name."""
-        found = self.folders(folder).get(folder, Folder())
-        if found.problem:
-            raise StorageError(found.problem, self.label(folder))
-        return {name: about.nbytes for name, about in found.files.items()}
+        listing = self.folders(folder).get(folder, Folder())
+        if listing.problem:
+            raise StorageError(listing.problem, self.label(folder))
+        return {name: about.nbytes for name, about in listing.files.items()}
 
     def modified_s(self, name: str) -> float:
         """Returns the modification time in seconds since 1970; infinity if there is no file."""

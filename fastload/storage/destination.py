@@ -174,22 +174,22 @@ class LocalDestination:
 
     def _kept(self, there: int, written: Sequence[str]) -> list[str]:
         """Checks that the checkpoint may be replaced; returns the names of files that are not its own."""
-        found = folders.kinds(there)
-        if not found:
+        kinds = folders.kinds(there)
+        if not kinds:
             return []
         if not self._replaces:
             raise CheckpointExists(f"{self.path} exists: pass {self._names.to_replace} to replace it")
-        signs = [name for name in self._signs if name in found]
-        if not signs and found.keys().isdisjoint(self._names.others):
+        signs = [name for name in self._signs if name in kinds]
+        if not signs and kinds.keys().isdisjoint(self._names.others):
             raise OptionError(
                 f"{self.path} has no {' or '.join(self._signs)}: "
                 "overwrite=True replaces only checkpoints of fastload"
             )
-        if inside := sorted(name for name, is_folder in found.items() if is_folder):
+        if inside := sorted(name for name, is_folder in kinds.items() if is_folder):
             raise OptionError(f"{self.path} has directories that overwrite=True would delete: {inside}")
         self.guard(there)
-        own = self._names.own(found, [read_list(name, there) for name in signs])
-        return kept_names(self.path, found, own, written, self._names)
+        own = self._names.own(kinds, [read_list(name, there) for name in signs])
+        return kept_names(self.path, kinds, own, written, self._names)
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
@@ -215,8 +215,8 @@ def read_list(name: str, folder: int) -> bytes:
     with suppress(OSError):
         file = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
         with open(file, "rb") as opened:
-            found = os.fstat(file)
-            if stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_LIST_BYTES:
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_LIST_BYTES:
                 return opened.read(_MAX_LIST_BYTES)
     return b""
 

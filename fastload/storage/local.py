@@ -113,10 +113,10 @@ class LocalStorage(Storage):
         with os_errors(self.url), _unless(*_ABSENT), os.scandir(self.url) as found_here:
             entries = [entry for entry in found_here if entry.name.startswith(prefix)]
         place = os.path.realpath(self.url)
-        found = {
+        looked_into = {
             entry.name: self._look_into(entry, place) for entry in sorted(entries, key=lambda one: one.name)
         }
-        return {name: folder for name, folder in found.items() if folder is not None}
+        return {name: folder for name, folder in looked_into.items() if folder is not None}
 
     def _look_into(self, entry: os.DirEntry[str], parent: str) -> Folder | None:
         """Lists a directory; None if it is no directory, or is gone."""
@@ -136,14 +136,14 @@ class LocalStorage(Storage):
 
     def _files_in(self, path: str) -> dict[str, FileStat]:
         """Lists the files directly in a directory; links to files are files."""
-        found = {}
+        files = {}
         with os.scandir(path) as entries:
             for entry in entries:
                 with _unless(*_ABSENT):  # deleted meanwhile, or a link that leads nowhere
                     status = entry.stat()
                     if stat_flags.S_ISREG(status.st_mode):
-                        found[entry.name] = self._about(status)
-        return found
+                        files[entry.name] = self._about(status)
+        return files
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         wanted = [buffer for buffer in buffers if len(buffer)]
@@ -349,10 +349,10 @@ class _File(DirectFile):
             if self._first is not None and error.errno in _ABSENT:
                 raise StorageError("it was removed or replaced after it was opened", url=self.path) from error
             raise
-        found = os.fstat(number)
+        status = os.fstat(number)
         if self._first is None:
-            self._first = found
-        elif self._identity(found) != self._identity(self._first):
+            self._first = status
+        elif self._identity(status) != self._identity(self._first):
             os.close(number)
             raise StorageError("it was changed or replaced after it was opened", url=self.path)
         return number
@@ -360,14 +360,14 @@ class _File(DirectFile):
     def change(self, number: int) -> str:
         """Describes the change of the file since it was first opened; empty if there is none."""
         assert self._first is not None
-        found = os.fstat(number)
-        if self._identity(found) == self._identity(self._first):
+        status = os.fstat(number)
+        if self._identity(status) == self._identity(self._first):
             return ""
-        return _ends_at(found.st_size) if found.st_size < self._first.st_size else CHANGED
+        return _ends_at(status.st_size) if status.st_size < self._first.st_size else CHANGED
 
-    def _identity(self, found: os.stat_result) -> tuple[int, ...]:
-        place = (found.st_dev, found.st_ino) if self._numbered else ()
-        return (*place, found.st_size, found.st_mtime_ns)
+    def _identity(self, status: os.stat_result) -> tuple[int, ...]:
+        place = (status.st_dev, status.st_ino) if self._numbered else ()
+        return (*place, status.st_size, status.st_mtime_ns)
 
 
 def _short(file: _File, opened: int, offset: int, wanted: Sequence[memoryview]) -> StorageError:

@@ -140,11 +140,11 @@ def locate(path: object) -> Location:
         raise OptionError("path='': is empty; name a file, a directory or a URL")
     if "\0" in text:
         raise OptionError(f"path={shown!r}: contains a NUL character")
-    found = _URL.fullmatch(text)
-    if found is None:
+    match = _URL.fullmatch(text)
+    if match is None:
         _require_path(text, shown)
         return _local(text, shown)
-    scheme, rest = found[1].lower(), found[2]
+    scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         return _local(_path_of(rest, shown), shown)
     return _KINDS.get(scheme, _other)(scheme, rest, shown)
@@ -168,15 +168,15 @@ def local_directory(path: object, use: str) -> str:
 
 def _require_path(text: str, shown: str) -> None:
     """Refuses a URL that has lost a slash, which would be a path below a directory ``s3:``."""
-    found = _ONE_SLASH.fullmatch(text)
-    if found is None:
+    match = _ONE_SLASH.fullmatch(text)
+    if match is None:
         return
     from fsspec import available_protocols  # which takes longer to import than all of this module
 
-    scheme = found[1].lower()
+    scheme = match[1].lower()
     of_others = {*registered_storages, *extensions("storages"), *available_protocols()}
     if scheme in OBJECT_STORES | HTTP | of_others | {"file"}:
-        url = _shown(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
+        url = _shown(f"{scheme}://{'/' if scheme == 'file' else ''}{match[2]}")
         raise OptionError(
             f"path={shown!r}: is {url!r} meant? Give a URL as text: a path object drops one of its slashes"
         )
@@ -283,8 +283,8 @@ def _shown(given: str) -> str:
     return _ALONE.hide(given) if is_url else redact(given)
 
 
-def _without_password(found: re.Match[str]) -> str:
-    scheme, slashes, user = found.groups()
+def _without_password(match: re.Match[str]) -> str:
+    scheme, slashes, user = match.groups()
     if scheme.lower() in HTTP:
         return f"{scheme}{slashes}***@"  # some services take a token for the name
     name, colon, _ = user.partition(":")
@@ -316,8 +316,8 @@ class Secrets:
     """
 
     def __init__(self, location: Location, options: Mapping[str, Any]) -> None:
-        found = {*_in_address(location), *_in_options(options)}
-        self._texts = sorted((text for text in found if len(text) >= _LEAST_CHARS), key=len, reverse=True)
+        texts = {*_in_address(location), *_in_options(options)}
+        self._texts = sorted((text for text in texts if len(text) >= _LEAST_CHARS), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
         """Returns a text without the credentials."""
@@ -399,8 +399,9 @@ def _first_line(text: str) -> str:
     if not markup:
         reason = _REASON.search(text)
         return f"{line}: {reason[1]}" if reason else line
-    said = (re.search(f"<{name}>([^<]+)</{name}>", text) for name in ("Code", "Message"))
-    return ": ".join([line, *(" ".join(unescape(found[1]).split())[:_MOST_CHARS] for found in said if found)])
+    elements = (re.search(f"<{name}>([^<]+)</{name}>", text) for name in ("Code", "Message"))
+    said = (" ".join(unescape(element[1]).split())[:_MOST_CHARS] for element in elements if element)
+    return ": ".join([line, *said])
 
 
 def _in_address(location: Location) -> Iterator[str]:

@@ -8,7 +8,6 @@ IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
-_OF_THE_SYSTEM = ("/run/", "/var/run/", "/sys/", "/proc/", "/etc/", "/dev/")
 _BUCKET_CLIENTS = frozenset(
     "blobfuse blobfuse2 gcsfuse geesefs goofys mountpoint-s3 rclone riofs s3fs yas3fs".split()
 )
@@ -36,37 +35,28 @@ def bucket_client(path: str) -> str:
     return name if is_fuse(kind) and name in _BUCKET_CLIENTS else ""
 
 
-def memory_mounts() -> list[str]:
-    """Returns the mount points of tmpfs, without those of the operating system itself."""
-    return [
-        point
-        for point, kind, _ in _mounts()
-        if kind == "tmpfs" and not f"{point}/".startswith(_OF_THE_SYSTEM)
-    ]
-
-
 def _mount_of(path: str) -> tuple[str, str]:
     """Returns type and source of the mount that holds a path."""
-    best, found = "", ("", "")
-    for point, kind, source in _mounts():
+    best, mount = "", ("", "")
+    for point, kind, source in mounts():
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
-            best, found = point, (kind, source)
-    return found
+            best, mount = point, (kind, source)
+    return mount
 
 
-def _mounts() -> list[tuple[str, str, str]]:
+def mounts() -> list[tuple[str, str, str]]:
     """Returns mount point, type and source of each mount; empty if unknown."""
-    found = []
+    entries = []
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            for line in mounts:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
                 fields = line.split(" ")  # a path may have other white space
                 after = fields[fields.index("-") + 1 :]
-                found.append((_unescape(fields[4]), after[0], _unescape(after[1])))
+                entries.append((_unescape(fields[4]), after[0], _unescape(after[1])))
     except OSError:
         return []
-    return found
+    return entries
 
 
 def _unescape(field: str) -> str:

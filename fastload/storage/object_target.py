@@ -156,14 +156,14 @@ class Lease:
             token: Token of the save, if the file does not have it.
         """
         try:
-            found = json.loads(text or b"{}")
+            fields = json.loads(text or b"{}")
         except (ValueError, RecursionError):
-            found = {}
-        found = found if isinstance(found, dict) else {}
-        files, uploads = found.get("files"), found.get("uploads")
+            fields = {}
+        fields = fields if isinstance(fields, dict) else {}
+        files, uploads = fields.get("files"), fields.get("uploads")
         return cls(
-            token=token or str(found.get("token", "")),
-            owner=Owner.parse(str(found.get("owner", "")).encode()),
+            token=token or str(fields.get("token", "")),
+            owner=Owner.parse(str(fields.get("owner", "")).encode()),
             files=[str(file) for file in files] if isinstance(files, list) else [],
             uploads={file: str(uploads[file]) for file in uploads} if isinstance(uploads, dict) else {},
         )
@@ -545,8 +545,8 @@ class ObjectTarget:
     def _require_files(self) -> None:
         there = self._bucket.files(self._name)
         for name, nbytes in self._sizes.items():
-            if (found := there.get(name)) != nbytes:
-                message = f"the store made {found} bytes of the {nbytes} uploaded"
+            if (stored := there.get(name)) != nbytes:
+                message = f"the store made {stored} bytes of the {nbytes} uploaded"
                 raise StorageError(message, f"{self.url}/{name}")
 
     def abort(self) -> None:
@@ -670,8 +670,8 @@ class ObjectTarget:
 
 def _keys_of(folders: Iterable[str]) -> list[Keys]:
     """Returns the keys of the saves that have these pending directories."""
-    found = [(saved_name(folder), folder.split(".")) for folder in folders]
-    return [Keys(name, parts[-2]) for name, parts in found if name is not None]
+    names = [(saved_name(folder), folder.split(".")) for folder in folders]
+    return [Keys(name, parts[-2]) for name, parts in names if name is not None]
 
 
 class Streams:

@@ -84,19 +84,19 @@ class PatientStorage(ForwardingReader[Storage]):
         return self._num_retries
 
     def stat(self, name: str) -> FileStat | None:
-        self._stats[name] = found = self._patiently(lambda: self._first.stat(name))
-        return found
+        self._stats[name] = stat = self._patiently(lambda: self._first.stat(name))
+        return stat
 
     def list(self) -> list[str] | None:
-        self._listing = found = self._patiently(self._first.list)
-        return found
+        self._listing = names = self._patiently(self._first.list)
+        return names
 
     def agrees_with(self, fresh: Storage) -> bool:
         if fresh.list() != self._listing:
             return False
         return all(
-            fresh.stat(name) == found and (found is None or bool(found.version))
-            for name, found in self._stats.items()
+            fresh.stat(name) == stat and (stat is None or bool(stat.version))
+            for name, stat in self._stats.items()
         )
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:

@@ -95,12 +95,12 @@ class Summary:
 
     def problem_with(self, files: Mapping[str, FileStat]) -> str:
         """Describes how these files differ from those in the record; empty if they do not."""
-        found = {name: files[name].nbytes if name in files else None for name in self.files}
-        wrong = [name for name, nbytes in self.files.items() if found[name] != nbytes]
+        sizes = {name: files[name].nbytes if name in files else None for name in self.files}
+        wrong = [name for name, nbytes in self.files.items() if sizes[name] != nbytes]
         parts = [
             f"{name} is missing"
-            if found[name] is None
-            else f"{name} has {found[name]} of {self.files[name]} bytes"
+            if sizes[name] is None
+            else f"{name} has {sizes[name]} of {self.files[name]} bytes"
             for name in wrong[:_MAX_NAMED]
         ]
         more = [f"{len(wrong) - _MAX_NAMED} more"] if len(wrong) > _MAX_NAMED else []
@@ -213,10 +213,10 @@ class Catalog:
 
     def _look(self) -> tuple[list[Entry], dict[int, Folder]]:
         with closing(self.open_storage(self.root)) as storage:
-            found = storage.folders(_PREFIX)
-            named = {int(match[1]): name for name in found if (match := _NAME.fullmatch(name))}
+            listed = storage.folders(_PREFIX)
+            named = {int(match[1]): name for name in listed if (match := _NAME.fullmatch(name))}
             folders = {
-                step: found[name]
+                step: listed[name]
                 for step, name in named.items()
                 if name == _name_of(step) and step <= MAX_STEP
             }
@@ -413,11 +413,11 @@ def _entry(step: int, folder: Folder, record: _RecordRead | None) -> Entry:
 def _bases(entry: Entry, by_name: Mapping[str, Entry]) -> Iterator[Entry]:
     """Yields the bases of a delta that are listed, its own first."""
     for _ in range(entry.summary.num_deltas if entry.summary is not None else 0):
-        found = by_name.get(entry.summary.base) if entry.summary is not None else None
-        if found is None:
+        base = by_name.get(entry.summary.base) if entry.summary is not None else None
+        if base is None:
             return
-        yield found
-        entry = found
+        yield base
+        entry = base
 
 
 def _with_bases(entries: list[Entry], *, in_root_only: bool) -> list[Entry]:
@@ -476,12 +476,12 @@ def metadata_of(
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
     """Returns the metrics in metadata; values that are not numbers are left out."""
     try:
-        found = json.loads(metadata.get(_METRICS, "{}"))
+        metrics = json.loads(metadata.get(_METRICS, "{}"))
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(metrics, dict):
         return {}
-    return {name: float(value) for name, value in found.items() if type(value) is float}
+    return {name: float(value) for name, value in metrics.items() if type(value) is float}
 
 
 def _name_of(step: int) -> str:

@@ -542,9 +542,9 @@ class CheckpointManager:
             FastloadError: As for `all_steps`.
         """
         listing = self._look()
-        choices = [found for found, _ in self._restorer.choices(listing)]
-        exist = (one for one in choices if one.source != STORAGE or one.point in listing.complete)
-        return next((found.point.step for found in exist), None)
+        choices = [choice for choice, _ in self._restorer.choices(listing)]
+        exist = (choice for choice in choices if choice.source != STORAGE or choice.point in listing.complete)
+        return next((choice.point.step for choice in exist), None)
 
     def _look(self, step: int | None = None, **arguments: Any) -> Listing:
         """Lists the checkpoints on all ranks, before a restore with these arguments."""

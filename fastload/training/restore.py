@@ -121,9 +121,10 @@ class CheckpointRestorer:
         With a tier, a call of all ranks; raises as `restore`.
         """
         in_tier = self._survey()
-        found = self._candidates(None, listing, in_tier, ())
+        candidates = self._candidates(None, listing, in_tier, ())
         reason = self._why_not_from_tier(in_tier, listing)
-        return [(each, self._prepare(each, found, {}, reason)[0].why) for each in reversed(found)]
+        prepared = ((found, self._prepare(found, candidates, {}, reason)) for found in reversed(candidates))
+        return [(found, restored.why) for found, (restored, _) in prepared]
 
     def _survey(self) -> Sequence[Found]:
         return self._tier.survey() if self._tier is not None else ()
@@ -131,7 +132,7 @@ class CheckpointRestorer:
     def _current(self, in_tier: Sequence[Found], listing: Listing) -> list[Found]:
         """Returns the checkpoints in the tier that no other start of the job has overtaken."""
         stored = listing.stored(self._catalog.damaged)
-        return [found for found in in_tier if not found.lineage.overtaken_by(stored)]
+        return [candidate for candidate in in_tier if not candidate.lineage.overtaken_by(stored)]
 
     def prefetch(self, step: int | None, options: LoadOptions | None, listing: Listing) -> None:
         """Begins to read the checkpoint that `restore` would load from storage, if there is one.
@@ -243,13 +244,13 @@ class CheckpointRestorer:
             (point, 1, FoundOnStorage(point, os.fspath(self._catalog.path(point.step)))) for point in points
         ]
         stored = listing.stored(self._catalog.damaged)
-        for found in in_tier:
-            if not found.problem and step in (None, found.point.step):
-                other = found.lineage.overtaken_by(stored)
-                place = (found.point, 2) if other is None else (min(found.point, other.point), 0)
-                ordered.append((*place, found))
+        for candidate in in_tier:
+            if not candidate.problem and step in (None, candidate.point.step):
+                other = candidate.lineage.overtaken_by(stored)
+                place = (candidate.point, 2) if other is None else (min(candidate.point, other.point), 0)
+                ordered.append((*place, candidate))
         ordered.sort(key=lambda candidate: candidate[:2])
-        return [found for *_, found in ordered if found not in tried]
+        return [candidate for *_, candidate in ordered if candidate not in tried]
 
     def _load(self, chosen: Found, others: Sequence[Found], arguments: Mapping[str, Any], reason: str) -> Any:
         restored, given = self._prepare(chosen, others, arguments, reason)

@@ -73,8 +73,9 @@ class Lineage:
         """
         if not self.incarnation:
             return None
-        others = [each for each in stored if each.incarnation != self.incarnation and self._is_later(each)]
-        return min(others, key=lambda each: each.point, default=None)
+        later = filter(self._is_later, stored)
+        others = [other for other in later if other.incarnation != self.incarnation]
+        return min(others, key=lambda other: other.point, default=None)
 
     def _is_later(self, stored: StoredCheckpoint) -> bool:
         """Whether the start that saved this one cannot have listed a checkpoint of another start."""
@@ -172,7 +173,7 @@ class Retention:
             return None
         known = [one] if other is None else [other, one]
         best = _best(known, *self.best)
-        return next((each for each in reversed(known) if each.step in best), None)
+        return next((checkpoint for checkpoint in reversed(known) if checkpoint.step in best), None)
 
     def keep(self, saved: Sequence[SavedCheckpoint]) -> set[int]:
         """Returns the steps to keep; the same rules keep them after the others have gone."""
@@ -215,8 +216,8 @@ def _spaced(ordered: Sequence[SavedCheckpoint], seconds: float) -> set[int]:
 
 def _best(ordered: Sequence[SavedCheckpoint], metric: str, direction: str) -> set[int]:
     sign = -1 if direction == "min" else 1
-    found = [(sign * one.metrics[metric], one.point) for one in ordered if metric in one.metrics]
-    measured = [(value, point) for value, point in found if not math.isnan(value)]
+    values = [(sign * saved.metrics[metric], saved.point) for saved in ordered if metric in saved.metrics]
+    measured = [(value, point) for value, point in values if not math.isnan(value)]
     return {max(measured)[1].step} if measured else set()
 
 

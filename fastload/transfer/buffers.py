@@ -16,7 +16,7 @@ from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.messages import Message, Route, joined
 from fastload.transfer.rounds import Plan, View
-from fastload.transfer.transport import Delivery, OwnChunk, Round, Slots, Transport
+from fastload.transfer.transport import BufferMemory, Delivery, OwnChunk, Round, Slots
 
 LEAST_PIECE_BYTES = 16 << 10  # on average; reading into shorter pieces takes longer than copying them
 _ALIGNED_BYTES = 64
@@ -31,18 +31,15 @@ class Writer(Protocol):
 
         None if the range has to be placed.
         """
-        ...
 
     def place(self, start: int, data: Tensor) -> None:
         """Copies data to a range of the requested bytes; it may use the data afterwards, see `follow`."""
-        ...
 
     def follow(self) -> Callable[[], bool]:
         """Returns a function that tells whether no data placed so far is in use any more.
 
         A writer may also wait for that here.
         """
-        ...
 
 
 class Arrival(NamedTuple):
@@ -70,7 +67,8 @@ class Buffers:
     Args:
         plan: The rounds.
         rank: This rank.
-        transport: Allocates the buffers.
+        memory: The memory of the buffers and chunks.
+        route: Returns the route of a message.
         writer: Writes the bytes.
 
     Attributes:
@@ -81,11 +79,19 @@ class Buffers:
         MemoryError: The buffers do not fit into memory.
     """
 
-    def __init__(self, plan: Plan, rank: int, transport: Transport, writer: Writer) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        memory: BufferMemory,
+        route: Callable[[Message], Route],
+        writer: Writer,
+    ) -> None:
         self._plan = plan
         self._view: View = plan.view(rank)
         self._rank = rank
-        self._transport = transport
+        self._memory = memory
+        self._route = route
         self._writer = writer
         self.wanted_bytes = self._view.wanted_bytes
         # Where messages are packed once a chunk is read, by number of the round.
@@ -95,15 +101,15 @@ class Buffers:
             buffer_bytes = 0
         depth = max(1, plan.depth_on_device) if self._on_device else plan.depth
         num_buffers = self.depth = min(depth, plan.num_rounds)
-        if transport.shares_memory:
+        if memory.is_shared:
             # One more than rounds in flight, since other ranks of the host may be a round behind. Also where
             # each round has its own, since a reader that drops out adds rounds.
             num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
             self.depth = num_buffers - 1
             buffer_bytes = _with_directory(buffer_bytes)
         self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
-        transport.allocate_all(num_buffers, buffer_bytes)
-        self._own = _OwnMemory(transport, num_buffers, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
+        memory.allocate(num_buffers, buffer_bytes)
+        self._own = _OwnMemory(memory, num_buffers, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
 
     @property
     def nbytes(self) -> int:
@@ -115,27 +121,27 @@ class Buffers:
         part = self._plan.shared_part(num_buffers, self._own.nbytes(num_buffers))
         if part is not None:
             return part
-        return self._own.nbytes() + sum(each.most_bytes for each in self._buffers)
+        return self._own.nbytes() + sum(buffer.most_bytes for buffer in self._buffers)
 
     @property
     def _on_device(self) -> bool:
-        return self._transport.device.type != "cpu"
+        return self._memory.device.type != "cpu"
 
     def free(self) -> None:
         """Releases the buffers; a read that is still under way keeps its own alive."""
         self._unpacked.clear()
-        for each in self._buffers:  # what was used of them is still reported
-            each.memory = _EMPTY
+        for buffer in self._buffers:  # what was used of them is still reported
+            buffer.memory = _EMPTY
 
     def release(self, number: int) -> None:
         """Frees the memory of the chunks of rounds up to this one, counted over all plans."""
-        self._own.release(self._transport.freed(number))
+        self._own.release(self._memory.freed(number))
 
     def drop(self, number: int) -> None:
         """Frees the memory of the chunks of rounds from this one on, which will not take place."""
         self._own.drop(number)
 
-    def prepare_own(self, plan: Plan, index: int, number: int) -> OwnChunk | None:
+    def prepare_chunk(self, plan: Plan, index: int, number: int) -> OwnChunk | None:
         """Chooses the memory for this rank's chunk of a round.
 
         Args:
@@ -149,41 +155,41 @@ class Buffers:
         view = self._view_of(plan)
         if not (byte_ranges := view.reads(index)):
             return OwnChunk((), ())
-        nbytes = sum(each.nbytes for each in byte_ranges)
-        outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
+        nbytes = sum(byte_range.nbytes for byte_range in byte_ranges)
+        outgoing = [(message, self._route(message)) for message in view.outgoing(index)]
         if (direct := self._direct(outgoing, nbytes)) is not None:
             return OwnChunk(byte_ranges, direct, is_in_place=True, outgoing=outgoing)
         if (memory := self._own.take(number, nbytes)) is None:
             return None
         return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)], outgoing=outgoing)
 
-    def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None) -> Round:
+    def prepare(self, plan: Plan, index: int, number: int, chunk: OwnChunk | None) -> Round:
         """Chooses the memory for the messages of a round.
 
         Args:
             plan: The rounds.
             index: Number of the round in the plan.
             number: Number of the round over all plans.
-            own: This rank's chunk; None if it is empty.
+            chunk: This rank's chunk; None if it is empty.
         """
-        view, route = self._view_of(plan), self._transport.route
-        outgoing = own.outgoing if own is not None else ()
+        view, route = self._view_of(plan), self._route
+        outgoing = chunk.outgoing if chunk is not None else ()
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
         slot = number % len(self._buffers)
         room = self._buffers[slot]
-        room.begin(self._transport.buffer(slot, self._rank))
-        work = Round(number, view.readers(index), own)
+        room.begin(self._memory.buffer(slot, self._rank))
+        work = Round(number, view.readers(index), chunk)
         directory = None
-        if self._transport.shares_memory:
+        if self._memory.is_shared:
             shared = [way for _, way in (*outgoing, *incoming) if way.is_shared and way.holder == self._rank]
-            directory = _Directory.make(room, self._transport.memory_of(self._rank), len(shared))
+            directory = _Directory.make(room, self._memory.of(self._rank), len(shared))
         if self._on_device and (slots := plan.slots(index)) is not None:
             work.slots = room.cut(slots)
-        if work.own is not None and work.slots is not None:  # all messages are the chunk
-            data = work.slots.each[self._rank][: work.own.memory[0].numel()]
+        if work.chunk is not None and work.slots is not None:  # all messages are the chunk
+            data = work.slots.by_reader[self._rank][: work.chunk.memory[0].numel()]
             work.packed = [Delivery(message, way, data) for message, way in outgoing]
-        elif work.own is not None:
+        elif work.chunk is not None:
             self._unpacked[number] = room, directory
         for message, way in incoming:
             work.incoming.append(self._prepare_incoming(work, message, way, room))
@@ -199,17 +205,17 @@ class Buffers:
         if unpacked is None:
             return
         room, directory = unpacked
-        own = work.own
-        assert own is not None
-        chunk = own.memory[0]
+        chunk = work.chunk
+        assert chunk is not None
+        memory = chunk.memory[0]
         if self._on_device:
-            on_host, chunk = chunk, room.take(chunk.nbytes)
-            copy_async(on_host, chunk)
+            on_host, memory = memory, room.take(memory.nbytes)
+            copy_async(on_host, memory)
         for message, way in work.outgoing:
-            data = chunk
-            if len(own.memory) == 1:
-                data = _packed(message, chunk, room, must_fit=way.is_shared)
-            delivery = Delivery(message, way, data, own.is_in_place)
+            data = memory
+            if len(chunk.memory) == 1:
+                data = _packed(message, memory, room, must_fit=way.is_shared)
+            delivery = Delivery(message, way, data, chunk.is_in_place)
             work.packed.append(delivery)
             if directory is not None and way.is_shared:
                 directory.add(delivery)
@@ -228,8 +234,8 @@ class Buffers:
             if message.ranges and message.reader not in work.statuses:
                 if holder != self._rank:
                     if holder not in directories:
-                        memory = self._transport.buffer(slot, holder)
-                        directories[holder] = _Directory(memory, self._transport.memory_of(holder))
+                        memory = self._memory.buffer(slot, holder)
+                        directories[holder] = _Directory(memory, self._memory.of(holder))
                     data = directories[holder].find(delivery)
                 yield Arrival(
                     message.reader, message.nbytes, [] if delivery.is_in_place else _cut(message, data)
@@ -238,24 +244,24 @@ class Buffers:
     def _arrivals_in_slots(self, work: Round) -> Iterator[Arrival]:
         """Joins adjacent pieces, since each piece takes a copy of its own."""
         assert work.slots is not None
-        memory, found = work.slots.memory, list[tuple[int, int, int]]()
+        memory, pieces = work.slots.memory, list[tuple[int, int, int]]()
         by_reader = {delivery.message.reader: delivery for delivery in chain(work.packed, work.incoming)}
         others_bytes = 0
-        for reader in work.slots.each:
+        for reader in work.slots.by_reader:
             if reader not in by_reader:
                 continue
             message, data = by_reader[reader].message, by_reader[reader].data
             at = int(data.storage_offset() - memory.storage_offset())
             for start, nbytes in message.ranges:
-                if found and found[-1][0] + found[-1][2] == at and found[-1][1] + found[-1][2] == start:
-                    found[-1] = *found[-1][:2], found[-1][2] + nbytes
+                if pieces and pieces[-1][0] + pieces[-1][2] == at and pieces[-1][1] + pieces[-1][2] == start:
+                    pieces[-1] = *pieces[-1][:2], pieces[-1][2] + nbytes
                 else:
-                    found.append((at, start, nbytes))
+                    pieces.append((at, start, nbytes))
                 at += nbytes
             others_bytes += message.nbytes if reader != self._rank else 0
         if self._rank in by_reader:
             yield Arrival(self._rank, by_reader[self._rank].message.nbytes, [])
-        yield Arrival(None, others_bytes, [(start, memory[at : at + nbytes]) for at, start, nbytes in found])
+        yield Arrival(None, others_bytes, [(start, memory[at : at + nbytes]) for at, start, nbytes in pieces])
 
     def _view_of(self, plan: Plan) -> View:
         if plan is not self._plan:  # a reader has dropped out
@@ -264,7 +270,7 @@ class Buffers:
 
     def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _RoundBuffer) -> Delivery:
         if work.slots is not None:
-            return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
+            return Delivery(message, way, work.slots.by_reader[message.reader][: message.nbytes])
         if way.holder != self._rank:
             return Delivery(message, way, _EMPTY)
         target = None if way.is_shared else self._target(message)
@@ -334,13 +340,13 @@ def _packed(message: Message, chunk: Tensor, room: _RoundBuffer, *, must_fit: bo
 
 def _in_chunk(outgoing: Sequence[Message], nbytes: int) -> list[tuple[int, int]] | None:
     """Returns (start, length) of a chunk in the requested bytes, if all of it is requested once, as it is."""
-    own = [message for message in outgoing if message.ranges]
-    if sum(message.nbytes for message in own) != nbytes:
+    messages = [message for message in outgoing if message.ranges]
+    if sum(message.nbytes for message in messages) != nbytes:
         return None
-    if len(own) == 1 and len(own[0].pieces) == 1 and not own[0].pieces[0].steps:
-        return list(own[0].ranges)
-    found: list[tuple[int, int, int]] = []  # start in the chunk, start in the requested bytes, length
-    for message in own:
+    if len(messages) == 1 and len(messages[0].pieces) == 1 and not messages[0].pieces[0].steps:
+        return list(messages[0].ranges)
+    pieces: list[tuple[int, int, int]] = []  # start in the chunk, start in the requested bytes, length
+    for message in messages:
         if any(piece.steps for piece in message.pieces):
             return None
         ranges = iter(message.ranges)
@@ -351,12 +357,12 @@ def _in_chunk(outgoing: Sequence[Message], nbytes: int) -> list[tuple[int, int]]
                 if not left:
                     start, left = next(ranges)
                 length = min(left, end - at)
-                found.append((at, start, length))
+                pieces.append((at, start, length))
                 at, start, left = at + length, start + length, left - length
-    found.sort()
-    if any(here[0] + here[2] != after[0] for here, after in pairwise(found)):
+    pieces.sort()
+    if any(here[0] + here[2] != after[0] for here, after in pairwise(pieces)):
         return None
-    return joined([(start, length) for _, start, length in found])
+    return joined([(start, length) for _, start, length in pieces])
 
 
 def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
@@ -372,15 +378,15 @@ class _OwnMemory:
     """The memory of the chunks that this rank reads: parts of one length, those used last first.
 
     Args:
-        transport: Allocates it.
+        memory: Allocates it.
         count: Number of parts for the rounds in flight.
         most: Number of parts.
         nbytes: Length of each.
     """
 
-    def __init__(self, transport: Transport, count: int, most: int, nbytes: int) -> None:
-        self._transport = transport
-        transport.allocate_own(count, most, round_up(nbytes, PAGE_BYTES))
+    def __init__(self, memory: BufferMemory, count: int, most: int, nbytes: int) -> None:
+        self._memory = memory
+        memory.allocate_chunks(count, most, round_up(nbytes, PAGE_BYTES))
         self._free = list(range(most))  # the first one is free next
         self._used: deque[tuple[int, int]] = deque()  # number of the round and of the part
         self._most_bytes: dict[int, int] = {}  # of a chunk in each part
@@ -396,7 +402,7 @@ class _OwnMemory:
         part = self._free.pop(0)
         self._used.append((number, part))
         self._most_bytes[part] = max(self._most_bytes.get(part, 0), nbytes)
-        return self._transport.own(part)
+        return self._memory.chunk(part)
 
     def release(self, number: int) -> None:
         """Frees the memory of rounds up to this one."""
@@ -477,11 +483,11 @@ class _Directory:
         room.skip(8 * (1 + cls._ROW * num_messages))
         return cls(room.memory, shared)
 
-    def add(self, each: Delivery) -> None:
+    def add(self, delivery: Delivery) -> None:
         """Adds a message in the buffer."""
         at = 1 + self._ROW * self._count
-        begin = each.data.data_ptr() - self._begin
-        row = each.message.reader, each.route.group, begin, each.message.nbytes
+        begin = delivery.data.data_ptr() - self._begin
+        row = delivery.message.reader, delivery.route.group, begin, delivery.message.nbytes
         for column, value in enumerate(row):
             self._words[at + column] = value
         self._count += 1
@@ -490,14 +496,14 @@ class _Directory:
         """Publishes the messages added so far."""
         self._words[0] = self._count
 
-    def find(self, each: Delivery) -> Tensor:
+    def find(self, delivery: Delivery) -> Tensor:
         """Returns the bytes of a message that another rank holds."""
         if self._rows is None:
             ends = range(1, 1 + self._ROW * self._words[0], self._ROW)
             rows = (self._words[at : at + self._ROW] for at in ends)
             self._rows = {(reader, group): (begin, nbytes) for reader, group, begin, nbytes in rows}
-        begin, nbytes = self._rows[each.message.reader, each.route.group]
-        assert nbytes == each.message.nbytes, (nbytes, each.message)
+        begin, nbytes = self._rows[delivery.message.reader, delivery.route.group]
+        assert nbytes == delivery.message.nbytes, (nbytes, delivery.message)
         return self._shared[begin : begin + nbytes]
 
 

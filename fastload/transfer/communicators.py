@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastload.base.devices import give_back_streams, poll, take_stream, use_stream
 from fastload.base.threads import Task, within
+from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 
@@ -70,10 +71,11 @@ class Communicators:
         if made is not None:
             made.drop()
 
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Takes the offers of all ranks; see `links.Offering`."""
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
+        """Takes the offers of all ranks; see `links.Offering`. The backend finds its own routes."""
         if self._made is None:
             self._made = CommunicatorSet(offers[0]["new"])
+        return ()
 
     def connect(self, give_up: Callable[[], bool]) -> Mapping[int, Any]:
         """Returns the communicators by number; makes each together with all of its ranks.

@@ -133,10 +133,10 @@ class RankRequests:
     @classmethod
     def join(cls, requests: Sequence[RankRequest]) -> RankRequests:
         """Joins the requests of all ranks, in their order."""
-        found: dict[str, tuple[RankRequest, list[int]]] = {}
+        by_digest: dict[str, tuple[RankRequest, list[int]]] = {}
         for rank, request in enumerate(requests):
-            found.setdefault(request.digest, (request, []))[1].append(rank)
-        distinct, ranks = zip(*found.values(), strict=True)
+            by_digest.setdefault(request.digest, (request, []))[1].append(rank)
+        distinct, ranks = zip(*by_digest.values(), strict=True)
         return cls(distinct, tuple(map(tuple, ranks)))
 
     @classmethod
@@ -281,23 +281,23 @@ class SharingGroups:
     @cached_property
     def longest_units(self) -> list[int]:
         """For each group, the length of the longest range that is not cut."""
-        found = [0] * len(self.nbytes)
+        longest = [0] * len(self.nbytes)
         for segments in self._kinds:
             for _, nbytes, group, _ in segments:
-                found[group] = max(found[group], min(nbytes, self.unit_bytes))
-        return found
+                longest[group] = max(longest[group], min(nbytes, self.unit_bytes))
+        return longest
 
     def spaces(self, groups: Collection[int]) -> dict[int, Space[_Placed]]:
         """Returns the segments of some groups, in the order of the checkpoint."""
         chosen = set(groups)
         segments = [[segment for segment in segments if segment.group in chosen] for segments in self._kinds]
-        found: dict[int, list[_Placed]] = {group: [] for group in groups}
+        by_group: dict[int, list[_Placed]] = {group: [] for group in groups}
         for tensor, kind in enumerate(self._kind_of):
             for begin, nbytes, group, wanted_bytes in segments[kind]:
                 entry = self.tensors[tensor]
                 placed = _Placed(entry.file, entry.offset + begin, nbytes, tensor, begin, wanted_bytes)
-                found[group].append(placed)
-        return {group: Space(placed) for group, placed in found.items()}
+                by_group[group].append(placed)
+        return {group: Space(placed) for group, placed in by_group.items()}
 
     def _sort(self) -> None:
         with_columns: dict[bytes, list[int]] = {}

@@ -20,13 +20,73 @@ from torch import Tensor
 
 from fastload.base.devices import copy_async, give_back_streams, poll, take_stream, use_stream
 from fastload.base.memory import allocate, allocate_staging
-from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded
 from fastload.transfer.communicators import Communicators, all_gather, broadcast, join_stream
 from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transport, require_unbroken
+from fastload.transfer.transport import (
+    FAILED,
+    TICK_S,
+    BufferMemory,
+    Delivery,
+    Round,
+    Transport,
+    require_unbroken,
+)
+
+
+class _DeviceMemory(BufferMemory):
+    """Buffers on an accelerator, and the streams that use them.
+
+    Args:
+        device: This rank's accelerator, with its index.
+        num_streams: Number of streams.
+
+    Attributes:
+        streams: The streams.
+    """
+
+    def __init__(self, device: torch.device, num_streams: int) -> None:
+        super().__init__(device, pinned=True)
+        self.streams = [take_stream(device) for _ in range(num_streams)]
+
+    def allocate(self, count: int, nbytes: int) -> None:
+        self._buffers = [self._on_device(nbytes) for _ in range(count)]
+
+    def _on_device(self, nbytes: int) -> Tensor:
+        memory = allocate((nbytes,), torch.uint8, self.device)
+        for stream in self.streams:
+            # The caller's kernels may still use the memory, and an abandoned load's kernels after this one.
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
+            memory.record_stream(stream)
+        return memory
+
+
+class _GridMemory(_DeviceMemory):
+    """Also the statuses of the readers in each round.
+
+    Args:
+        device: This rank's accelerator, with its index.
+        num_streams: Number of streams.
+        num_ranks: Number of ranks.
+
+    Attributes:
+        statuses: For each buffer one status of each reader, on the device and in host memory.
+    """
+
+    def __init__(self, device: torch.device, num_streams: int, num_ranks: int) -> None:
+        super().__init__(device, num_streams)
+        self.statuses: list[tuple[Tensor, Tensor]] = []
+        self._num_ranks = num_ranks
+
+    def allocate(self, count: int, nbytes: int) -> None:
+        super().allocate(count, nbytes)
+        # Here: a rank that ran out of memory in a round would leave the others waiting.
+        self.statuses += [
+            (self._on_device(self._num_ranks), allocate_staging(self._num_ranks, pinned=True))
+            for _ in range(count)
+        ]
 
 
 class _BackendTransport(Transport):
@@ -38,41 +98,20 @@ class _BackendTransport(Transport):
     Args:
         name: For the report.
         world: The ranks.
-        device: This rank's accelerator, with its index.
+        memory: Its buffers on this rank's accelerator.
         communicators: The communicators that carry the rounds.
-        num_streams: Number of streams that it uses.
     """
 
-    def __init__(
-        self, name: str, world: World, device: torch.device, communicators: Communicators, num_streams: int
-    ) -> None:
-        super().__init__(name, world.rank, device, pinned=True)
+    def __init__(self, name: str, world: World, memory: _DeviceMemory, communicators: Communicators) -> None:
+        super().__init__(name, world.rank, memory, communicators)
+        self._streams = memory.streams
         self._communicators = communicators
-        self._streams = [take_stream(device) for _ in range(num_streams)]
         self._under_way: deque[tuple[Round, torch.Event, Callable[[], None]]] = deque()
         self._broke = False
 
     @property
     def starts_ahead(self) -> int:
         return 1  # its chunk is on the way to the device, and to others, while the one before arrives
-
-    def allocate_all(self, count: int, nbytes: int) -> None:
-        for _ in range(count):
-            self.allocate(nbytes)
-
-    def allocate(self, nbytes: int) -> None:
-        """Allocates one more buffer."""
-        raise NotImplementedError
-
-    def offer(self) -> Any:
-        return self._communicators.offer()
-
-    def renew(self) -> None:
-        self._communicators.renew()
-
-    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        self._communicators.accept(offers)
-        return ()  # the backend finds its own routes
 
     def wait(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         def has_ended() -> bool:
@@ -95,7 +134,7 @@ class _BackendTransport(Transport):
 
     def start(self, work: Round, status: int) -> None:
         work.began = self.watch.start()
-        ended = torch.Event(self.device)
+        ended = torch.Event(self.memory.device)
         note: Callable[[], None] = _nothing
         try:
             # Tensors that the caller allocated in inference mode cannot be written in another mode.
@@ -161,42 +200,31 @@ class DeviceTransport(_BackendTransport):
         members = {phase: ranks for phase, ranks in axes.items() if len(ranks) > 1}
         communicators = Communicators(world, f"grid {self._grid.dims}", members, device, backend)
         # One for copies and one for each phase, so that those of different rounds overlap.
-        super().__init__(backend, world, device, communicators, 1 + self._grid.num_phases)
+        memory = _GridMemory(device, 1 + grid.num_phases, len(grid.ranks))
+        super().__init__(backend, world, memory, communicators)
         self._last = self._streams[0]
-        self._statuses: list[tuple[Tensor, Tensor]] = []  # on the device, and in host memory
+        self._statuses = memory.statuses
         self._num_started = 0
         self._broadcast: GridBroadcast | None = None
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        found = self._communicators.connect(give_up)
-        communicators = [found.get(phase) for phase in range(self._grid.num_phases)]
+        made = self._communicators.connect(give_up)
+        communicators = [made.get(phase) for phase in range(self._grid.num_phases)]
         self._broadcast = GridBroadcast(self._grid, self._rank, communicators, self._in_phase)
-
-    def allocate(self, nbytes: int) -> None:
-        buffer = allocate((nbytes,), torch.uint8, self.device)
-        # Allocated here: a rank that ran out of memory in a round would leave the others waiting.
-        statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
-        for stream in self._streams:
-            # The caller's kernels may still use the memory, and an abandoned load's kernels after this one.
-            stream.wait_stream(torch.accelerator.current_stream(self.device))
-            buffer.record_stream(stream)
-            statuses.record_stream(stream)
-        self._statuses.append((statuses, allocate_staging(statuses.numel(), pinned=True)))
-        self._buffers.append(buffer)
 
     def _launch(self, work: Round, status: int, ended: torch.Event) -> Callable[[], None]:
         """Sends chunks, and one status of each reader, to all ranks."""
         assert work.slots is not None, "made for this transport"
         assert self._broadcast is not None
-        readers = tuple(work.slots.each)
+        readers = tuple(work.slots.by_reader)
         both = self._statuses[self._num_started % len(self._statuses)]
-        statuses, on_host = (each[: len(readers)] for each in both)
+        statuses, on_host = (buffer[: len(readers)] for buffer in both)
         self._num_started += 1
         self._last = self._streams[0]
         statuses.zero_()
-        if work.own is not None:
-            (chunk,) = work.own.memory
-            copy_async(chunk, work.slots.each[self._rank][: chunk.numel()])
+        if work.chunk is not None:
+            (chunk,) = work.chunk.memory
+            copy_async(chunk, work.slots.by_reader[self._rank][: chunk.numel()])
             statuses[readers.index(self._rank)].fill_(status)
         self._broadcast.run(readers, work.slots.memory, statuses)
         with use_stream(self._last):
@@ -209,8 +237,8 @@ class DeviceTransport(_BackendTransport):
         """Notes which chunks of a round could not be read."""
         if not on_host.is_pinned():
             on_host.copy_(statuses)
-        found = zip(readers, on_host.tolist(), strict=True)
-        work.statuses = {rank: status for rank, status in found if status}
+        statuses_of_readers = zip(readers, on_host.tolist(), strict=True)
+        work.statuses = {rank: status for rank, status in statuses_of_readers if status}
 
     @contextmanager
     def _in_phase(self, phase: int) -> Iterator[None]:
@@ -263,10 +291,10 @@ class GridBroadcast:
         for row in rows:
             part = row.numel() // num_parts
             if is_gather(moves, communicator.size()):
-                own = moves[communicator.rank()]
+                move = moves[communicator.rank()]
                 into = row[moves[0].begin * part : moves[-1].end * part]
                 join_stream(
-                    communicator, all_gather(communicator, row[own.begin * part : own.end * part], into)
+                    communicator, all_gather(communicator, row[move.begin * part : move.end * part], into)
                 )
             else:
                 _coalesced(
@@ -300,7 +328,7 @@ class RoutedDeviceTransport(_BackendTransport):
         self._members = {number: ranks for number, ranks in enumerate(member_sets) if world.rank in ranks}
         name = f"routed {xxhash.xxh3_64_hexdigest(repr(member_sets).encode())}"
         communicators = Communicators(world, name, self._members, device, backend)
-        super().__init__(f"{backend} routed", world, device, communicators, 2)
+        super().__init__(f"{backend} routed", world, _DeviceMemory(device, 2), communicators)
         self._by_ranks: Mapping[Ranks, Any] = {}
         self._packing, self._moving = self._streams
 
@@ -308,15 +336,9 @@ class RoutedDeviceTransport(_BackendTransport):
         made = self._communicators.connect(give_up)
         self._by_ranks = {self._members[number]: communicator for number, communicator in made.items()}
 
-    def allocate(self, nbytes: int) -> None:
-        buffer = allocate((nbytes,), torch.uint8, self.device)
-        buffer.record_stream(self._packing)
-        buffer.record_stream(self._moving)
-        self._buffers.append(buffer)
-
     def post(self, work: Round) -> None:
         # The caller's kernels may still use the memory.
-        here = torch.accelerator.current_stream(self.device)
+        here = torch.accelerator.current_stream(self.memory.device)
         self._packing.wait_stream(here)
         self._moving.wait_stream(here)
 
@@ -343,19 +365,19 @@ class RoutedDeviceTransport(_BackendTransport):
         All ranks make their calls in one order: by round, point to point before broadcasts, by recipients.
         So they cannot deadlock, though some ranks are ahead of others.
         """
-        if found := sent_to_roots(deliveries, self._rank):
+        if sent := sent_to_roots(deliveries, self._rank):
             # One of all ranks, with their own numbers.
             everyone = self._by_ranks[max(self._by_ranks, key=len)]
             _coalesced(
-                everyone, [partial(_send_to_root, everyone, self._rank, delivery) for delivery in found]
+                everyone, [partial(_send_to_root, everyone, self._rank, delivery) for delivery in sent]
             )
-        for ranks, found in broadcasts_of(deliveries).items():
+        for ranks, sent in broadcasts_of(deliveries).items():
             communicator = self._by_ranks[ranks]
             _coalesced(
                 communicator,
                 [
                     partial(broadcast, communicator, delivery.data, ranks.index(root_of(delivery.message)))
-                    for delivery in found
+                    for delivery in sent
                 ],
             )
 
@@ -435,12 +457,12 @@ def broadcasts_of(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]
     Args:
         deliveries: All messages of a round that concern the rank.
     """
-    found: dict[Ranks, list[Delivery]] = {}
+    by_ranks: dict[Ranks, list[Delivery]] = {}
     for delivery in _in_order(
         delivery for delivery in deliveries if delivery.message.ranges and len(delivery.message.ranks) > 1
     ):
-        found.setdefault(delivery.message.ranks, []).append(delivery)
-    return found
+        by_ranks.setdefault(delivery.message.ranks, []).append(delivery)
+    return by_ranks
 
 
 def _in_order(deliveries: Iterable[Delivery]) -> list[Delivery]:

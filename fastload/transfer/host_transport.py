@@ -21,10 +21,10 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.links import Wire
 from fastload.transfer.messages import Message, Ranks, Route, Routing
-from fastload.transfer.transport import FAILED, TICK_S, Delivery, Round, Transport, wait_sent
+from fastload.transfer.transport import FAILED, TICK_S, BufferMemory, Delivery, Round, Transport, wait_sent
 
 
-class SharedBuffers:
+class SharedMemory(BufferMemory):
     """The buffers of the ranks of one host, and how far these ranks are; a `shared_memory.RoundObserver`.
 
     A rank holds its chunks, and the messages that it receives from other hosts, in its own part. It reports
@@ -39,10 +39,13 @@ class SharedBuffers:
         host: The shared memory, and the connections of its ranks.
     """
 
+    is_shared = True
+
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        super().__init__(pinned=False)
         self.host = HostMemory(world, ranks)
-        self._num_buffers = self._num_own = 0
-        self._buffer_bytes = self._own_bytes = 0
+        self._rank = world.rank
+        self._num_buffers = self._buffer_bytes = 0
         self._placed = self._released = -1  # the last round that this rank, that all ranks have placed
         self._posted: dict[int, Round] = {}
         self._changed = threading.Condition()
@@ -55,27 +58,26 @@ class SharedBuffers:
         """
         self._num_buffers, self._buffer_bytes = count, nbytes
 
-    def allocate_own(self, most: int, nbytes: int) -> None:
+    def allocate_chunks(self, count: int, most: int, nbytes: int) -> None:
         """Adds memory for the chunks that each rank reads; it is touched as these are read."""
-        self._num_own, self._own_bytes = most, nbytes
+        self._most_chunks, self._chunk_bytes = most, nbytes
 
-    def memory_of(self, rank: int) -> Tensor:
+    def of(self, rank: int) -> Tensor:
         """Returns the memory of a rank: its parts of all buffers, then the chunks that it reads."""
         begin = self.host.ranks.index(rank) * self._rank_bytes
         return self.host.memory[begin : begin + self._rank_bytes]
 
-    def part(self, number: int, rank: int) -> Tensor:
+    def buffer(self, number: int, rank: int) -> Tensor:
         """Returns a rank's part of a buffer."""
-        return self.memory_of(rank)[number * self._buffer_bytes :][: self._buffer_bytes]
+        return self.of(rank)[number * self._buffer_bytes :][: self._buffer_bytes]
 
-    def own(self, number: int, rank: int) -> Tensor:
-        """Returns the memory for a chunk that a rank reads."""
-        begin = self._num_buffers * self._buffer_bytes + number * self._own_bytes
-        return self.memory_of(rank)[begin : begin + self._own_bytes]
+    def chunk(self, number: int) -> Tensor:
+        begin = self._num_buffers * self._buffer_bytes + number * self._chunk_bytes
+        return self.of(self._rank)[begin : begin + self._chunk_bytes]
 
     @property
     def _rank_bytes(self) -> int:
-        return self._num_buffers * self._buffer_bytes + self._num_own * self._own_bytes
+        return self._num_buffers * self._buffer_bytes + self._most_chunks * self._chunk_bytes
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Connects the ranks of the host and maps the memory; errors are those of `HostMemory.connect`."""
@@ -89,10 +91,8 @@ class SharedBuffers:
         if lost is not None:
             _break(work, lost)
 
-    @property
-    def released(self) -> int:
-        """The last round that all ranks have placed, as far as this rank knows."""
-        return self._released
+    def freed(self, number: int) -> int:
+        return min(number, self._released)
 
     def arrive(self, work: Round, statuses: dict[int, int]) -> None:
         """Reports that this rank's part of a round is complete, and which of its chunks could not be read."""
@@ -103,13 +103,7 @@ class SharedBuffers:
         self._placed = work.index
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Waits until all ranks have placed the round that was in the buffer of this one before.
-
-        Raises:
-            Interrupted: A rank is gone, or `give_up` returned True.
-            DeadlineExceeded: It took too long.
-        """
-        before = index - self._num_buffers
+        before = index - self._num_buffers  # the round that was in the buffer
         deadline = time.monotonic() + until_s
         with self._changed:
             while self._released < before:
@@ -179,17 +173,15 @@ class HostTransport(Transport):
     def __init__(
         self, world: World, routing: Routing, pairs: Iterable[tuple[int, Ranks]], *, pinned: bool
     ) -> None:
-        super().__init__(_name(routing), world.rank, pinned=pinned)
+        self._shared = SharedMemory(world, routing.neighbours) if len(routing.neighbours) > 1 else None
+        super().__init__(_name(routing), world.rank, self._shared or BufferMemory(pinned=pinned))
         self._routing = routing
         self._notices = _Notices()
-        self._shared = SharedBuffers(world, routing.neighbours) if len(routing.neighbours) > 1 else None
         self._relay: Relay | None = None
         if len(routing.hosts) > 1:
             self._relay = Relay(world, routing, pairs, self._notices, self._shared, self.watch)
-
-    @property
-    def shares_memory(self) -> bool:
-        return self._shared is not None
+        wire = self._relay.wire if self._relay is not None else None
+        self.connections = _Connections(self._shared.host if self._shared is not None else None, wire)
 
     @property
     def bytes_in(self) -> int:
@@ -198,55 +190,11 @@ class HostTransport(Transport):
     def route(self, message: Message) -> Route:
         return self._routing.route(message.reader, message.ranks)
 
-    def offer(self) -> Any:
-        wire = self._relay.wire.offer() if self._relay is not None else {"token": ""}
-        return {**wire, "host": self._shared.host.offer() if self._shared is not None else None}
-
-    def renew(self) -> None:
-        if self._shared is not None:
-            self._shared.host.renew()
-        if self._relay is not None:
-            self._relay.wire.renew()
-
-    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        if self._shared is not None:
-            self._shared.host.accept([offer and offer["host"] for offer in offers])
-        return self._relay.wire.accept(offers) if self._relay is not None else ()
-
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:
             self._shared.connect(give_up=give_up)
         if self._relay is not None:
             self._relay.connect(give_up=give_up)
-
-    def allocate_all(self, count: int, nbytes: int) -> None:
-        if self._shared is not None:
-            self._shared.allocate(count, nbytes)
-        else:
-            super().allocate_all(count, nbytes)
-
-    def buffer(self, number: int, rank: int) -> Tensor:
-        return self._shared.part(number, rank) if self._shared is not None else super().buffer(number, rank)
-
-    def memory_of(self, rank: int) -> Tensor:
-        assert self._shared is not None, "shares memory"
-        return self._shared.memory_of(rank)
-
-    def allocate_own(self, count: int, most: int, nbytes: int) -> None:
-        if self._shared is not None:
-            self._shared.allocate_own(most, nbytes)
-        else:
-            super().allocate_own(count, most, nbytes)
-
-    def own(self, number: int) -> Tensor:
-        return self._shared.own(number, self._rank) if self._shared is not None else super().own(number)
-
-    def freed(self, number: int) -> int:
-        return min(number, self._shared.released) if self._shared is not None else number
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        if self._shared is not None:
-            self._shared.reserve(index, until_s=until_s, give_up=give_up)
 
     def post(self, work: Round) -> None:
         if self._shared is not None:
@@ -274,15 +222,40 @@ class HostTransport(Transport):
             self._shared.release(work)
 
     def close(self) -> None:
-        super().close()
         has_ended = self._relay is None or self._relay.end()
-        if self._shared is not None:
-            self._shared.close()
+        super().close()
         if self._relay is not None and has_ended:
             self._relay.close()
 
 
-def _end(work: Round, notices: _Notices, shared: SharedBuffers | None) -> None:
+class _Connections:
+    """The connections of a rank to other hosts and to the ranks of its own; see `links.Offering`.
+
+    Args:
+        host: Those to the ranks of this host, if any.
+        wire: Those to other hosts, if any.
+    """
+
+    def __init__(self, host: HostMemory | None, wire: Wire | None) -> None:
+        self._host = host
+        self._wire = wire
+
+    def offer(self) -> Any:
+        offer = self._wire.offer() if self._wire is not None else {"token": ""}
+        return {**offer, "host": self._host.offer() if self._host is not None else None}
+
+    def renew(self) -> None:
+        for connections in (self._host, self._wire):
+            if connections is not None:
+                connections.renew()
+
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
+        if self._host is not None:
+            self._host.accept([offer and offer["host"] for offer in offers])
+        return self._wire.accept(offers) if self._wire is not None else ()
+
+
+def _end(work: Round, notices: _Notices, shared: SharedMemory | None) -> None:
     """Ends a round: at once if this rank shares no memory or its part broke, else with its host."""
     statuses = notices.of(work)
     if shared is not None and work.error is None:
@@ -319,7 +292,7 @@ class Relay:
         routing: Routing,
         pairs: Iterable[tuple[int, Ranks]],
         notices: _Notices,
-        shared: SharedBuffers | None,
+        shared: SharedMemory | None,
         watch: Stopwatch,
     ) -> None:
         self._targets: dict[int, dict[int, None]] = {}  # of each reader
@@ -436,11 +409,11 @@ class Relay:
         except RuntimeError as error:
             work.broke(error)
 
-    def _send(self, work: Round, each: Delivery) -> None:
+    def _send(self, work: Round, delivery: Delivery) -> None:
         # Messages of one reader share a tag: they are sent and received in the same order, by round and hops.
         try:
-            tag = each.message.reader
-            work.sends += [self.wire.send(each.data, rank, tag) for rank in each.route.targets]
+            tag = delivery.message.reader
+            work.sends += [self.wire.send(delivery.data, rank, tag) for rank in delivery.route.targets]
         except RuntimeError as error:
             work.broke(error)
 
@@ -511,5 +484,5 @@ class _Notices:
     def of(self, work: Round) -> dict[int, int]:
         """Returns the status of each chunk of a round that could not be read, by reader."""
         # A list: the other thread may add one meanwhile.
-        found = [(reader, notice) for reader, notice in list(self._first.items()) if reader in work.readers]
-        return {reader: notice.status for reader, notice in found if notice.first <= work.index}
+        notices = [(reader, notice) for reader, notice in list(self._first.items()) if reader in work.readers]
+        return {reader: notice.status for reader, notice in notices if notice.first <= work.index}

@@ -185,8 +185,8 @@ def _packed(addresses: Mapping[str, Sequence[str]]) -> str:
 
 
 def _unpacked(packed: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = json.loads(zlib.decompress(base64.b85decode(packed)))
-    return found
+    addresses: dict[str, list[str]] = json.loads(zlib.decompress(base64.b85decode(packed)))
+    return addresses
 
 
 class _Connection:
@@ -301,11 +301,9 @@ class Offering(Protocol):
         Its ``host``, if present, has the first rank of this host as ``leader``, and the ``token`` of the
         cached connections between the ranks of the host.
         """
-        ...
 
     def renew(self) -> None:
         """Drops the cached connections, since other ranks no longer have theirs."""
-        ...
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         """Takes the offers of all ranks of the world, whose tokens are equal.
@@ -313,7 +311,11 @@ class Offering(Protocol):
         Returns:
             The addresses that this rank will connect to.
         """
-        ...
+
+
+def offer_of(connections: Offering | None) -> Any:
+    """Returns what a rank offers in a step of all ranks, also one that makes no connections."""
+    return connections.offer() if connections is not None else None
 
 
 def accept_offers(world: World, what: str, connections: Offering | None, offers: Sequence[Any]) -> None:
@@ -322,7 +324,7 @@ def accept_offers(world: World, what: str, connections: Offering | None, offers:
     Args:
         world: The ranks.
         what: Name of the step, for messages.
-        connections: Those of this rank, such as a transport or a `Wire`; None if it takes no part.
+        connections: Those of this rank; None if it takes no part.
         offers: By rank; see `Offering.offer`.
 
     Raises:
@@ -332,7 +334,7 @@ def accept_offers(world: World, what: str, connections: Offering | None, offers:
         if connections is not None:
             connections.renew()
         with world.step(what) as step:
-            step.answer(connections.offer() if connections is not None else None)
+            step.answer(offer_of(connections))
         offers = step.answers
     peers = connections.accept(offers) if connections is not None else ()
     if any(offer and offer.get("at") for offer in offers) and len(set(world.nodes.values())) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -39,15 +40,15 @@ class Message(NamedTuple):
 
 def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Joins adjacent ranges, each (start, length)."""
-    found: list[tuple[int, int]] = []
+    longer: list[tuple[int, int]] = []
     end = -1
     for start, nbytes in ranges:
         if start == end:
-            found[-1] = found[-1][0], found[-1][1] + nbytes
+            longer[-1] = longer[-1][0], longer[-1][1] + nbytes
         else:
-            found.append((start, nbytes))
+            longer.append((start, nbytes))
         end = start + nbytes
-    return found
+    return longer
 
 
 # Trees of hosts, through host memory
@@ -97,10 +98,10 @@ class Routing:
 
     def __init__(self, rank: int, order: Sequence[int], domains: Sequence[Hashable]) -> None:
         self._rank = rank
-        found: dict[Hashable, list[int]] = {}
+        by_domain: dict[Hashable, list[int]] = {}
         for member, domain in zip(order, domains, strict=True):
-            found.setdefault(domain, []).append(member)
-        self.hosts = tuple(map(tuple, found.values()))
+            by_domain.setdefault(domain, []).append(member)
+        self.hosts = tuple(map(tuple, by_domain.values()))
         self._position = {
             member: (host, rail) for host, ranks in enumerate(self.hosts) for rail, member in enumerate(ranks)
         }
@@ -122,11 +123,11 @@ class Routing:
 
     def _group(self, ranks: Ranks) -> _RecipientHosts:
         if id(ranks) not in self._groups:
-            found: dict[int, list[int]] = {}
+            by_host: dict[int, list[int]] = {}
             for host, _, member in sorted((*self._position[rank], rank) for rank in ranks):
-                found.setdefault(host, []).append(member)
+                by_host.setdefault(host, []).append(member)
             number = xxhash.xxh3_64_intdigest(array("q", ranks)) >> 1
-            self._groups[id(ranks)] = ranks, _RecipientHosts(tuple(found), tuple(found.values()), number)
+            self._groups[id(ranks)] = ranks, _RecipientHosts(tuple(by_host), tuple(by_host.values()), number)
         return self._groups[id(ranks)][1]
 
     def _find(self, reader: int, group: _RecipientHosts) -> Route:
@@ -139,7 +140,7 @@ class Routing:
             return Route(holder, is_shared, group=group.number)
         base = choose_base(tree.num_hosts)
         source = tree.at(position - _highest_unit(position, base)) if position else None
-        targets = tuple(tree.at(position + step) for step in _steps(position, tree.num_hosts, base))
+        targets = tuple(tree.at(position + step) for step in hop_distances(position, tree.num_hosts, base))
         return Route(holder, is_shared, source, targets, _digit_sum(position, base), group.number)
 
 
@@ -202,16 +203,16 @@ def sharing_domains(machines: Sequence[Hashable], groups: Iterable[Collection[in
     return [(machine,) if machine in sharing else rank for rank, machine in enumerate(machines)]
 
 
-def ring_order(hosts: Sequence[str]) -> list[int]:
+def ring_order(hosts: Sequence[Hashable]) -> list[int]:
     """Returns all ranks, those of a host next to each other.
 
     Args:
         hosts: Host of each rank.
     """
-    found: dict[str, list[int]] = {}
+    by_host: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return list(chain.from_iterable(found.values()))
+        by_host.setdefault(host, []).append(rank)
+    return list(chain.from_iterable(by_host.values()))
 
 
 @cache
@@ -232,11 +233,6 @@ def most_hops(num_hosts: int, base: int) -> int:
     return hops + rest
 
 
-def num_targets(position: int, num_hosts: int, base: int) -> int:
-    """Returns how many hosts the host at a distance sends to."""
-    return sum(1 for _ in _steps(position, num_hosts, base))
-
-
 def _digit_sum(position: int, base: int) -> int:
     total = 0
     while position:
@@ -252,7 +248,7 @@ def _highest_unit(position: int, base: int) -> int:
     return unit
 
 
-def _steps(position: int, num_hosts: int, base: int) -> Iterator[int]:
+def hop_distances(position: int, num_hosts: int, base: int) -> Iterator[int]:
     """Yields the distances to the hosts that the host at a position sends to."""
     unit = 1
     if position:
@@ -315,14 +311,10 @@ class Grid:
         Args:
             hosts: Host of each rank.
         """
-        found: dict[Hashable, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            found.setdefault(host, []).append(rank)
-        ranks = tuple(rank for members in found.values() for rank in members)
-        num_locals = {len(members) for members in found.values()}
-        if len(num_locals) > 1:
+        ranks, counts = tuple(ring_order(hosts)), Counter(hosts)
+        if len(set(counts.values())) > 1:
             return cls(ranks, (), len(ranks))
-        return cls(ranks, dims_of(len(found)), num_locals.pop())
+        return cls(ranks, dims_of(len(counts)), counts[hosts[0]])
 
     @property
     def num_phases(self) -> int:
@@ -431,10 +423,10 @@ def dims_of(num_hosts: int) -> tuple[int, ...]:
 
 def _primes(number: int) -> list[int]:
     """Returns the prime factors of a number, ascending."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return [*found, number] if number > 1 else found
+    return [*factors, number] if number > 1 else factors

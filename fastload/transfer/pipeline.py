@@ -239,8 +239,8 @@ class ReadAhead:
             self._next = index + 1
         if not self._begun or self._begun[0][0] != index:
             return None, None
-        _, own, read = self._begun.popleft()
-        return own, read
+        _, chunk, read = self._begun.popleft()
+        return chunk, read
 
     def drop(self, *, give_up: Callable[[], bool]) -> None:
         """Ends a plan: waits for its reads, since later ones may use the same memory.
@@ -261,14 +261,14 @@ class ReadAhead:
 
     def _begin(self, plan: Plan, index: int) -> bool:
         """Begins to read the chunk of a round; returns whether there was memory for it."""
-        own = self._buffers.prepare_own(plan, index, self._first_number + index)
-        if own is None:
+        chunk = self._buffers.prepare_chunk(plan, index, self._first_number + index)
+        if chunk is None:
             return False
         self._next = index + 1
-        if own.byte_ranges:
-            self._is_in_place = own.is_in_place
-            read = self._reader.submit(own.byte_ranges, [host_view(piece) for piece in own.memory])
-            self._begun.append((index, own, read))
+        if chunk.byte_ranges:
+            self._is_in_place = chunk.is_in_place
+            read = self._reader.submit(chunk.byte_ranges, [host_view(piece) for piece in chunk.memory])
+            self._begun.append((index, chunk, read))
         return True
 
 
@@ -404,7 +404,7 @@ class Pipeline:
         self.transport = _open_transport(world, plan, machines, device, backend)
         self._placing = _Placing(world.rank, writer, progress)
         self._placed = PlacedRounds(world, self.transport, writer)
-        self._buffers = Buffers(plan, world.rank, self.transport, writer)
+        self._buffers = Buffers(plan, world.rank, self.transport.memory, self.transport.route, writer)
         self._starter = Starter(reader, self.transport, self._buffers)
         self._ahead = ReadAhead(world.rank, reader, self._buffers)
         self.num_posted = 0
@@ -551,10 +551,10 @@ class Pipeline:
     def _post(self, plan: Plan, index: int) -> Round:
         """Posts the receives of a round and begins to read this rank's chunk."""
         number = self.num_posted
-        self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
+        self.transport.memory.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         self._buffers.release(number - self._buffers.depth)
-        own, read = self._ahead.take(plan, index)
-        work = self._buffers.prepare(plan, index, number, own)
+        chunk, read = self._ahead.take(plan, index)
+        work = self._buffers.prepare(plan, index, number, chunk)
         self.transport.post(work)
         self._starter.post(work, read)
         return work
@@ -591,9 +591,9 @@ class Pipeline:
 
 def _ranges_in_place(work: Round) -> list[tuple[int, int]]:
     """Returns (start, length) of the requested bytes that were read or received in place."""
-    deliveries = (each for each in (*work.packed, *work.incoming) if each.is_in_place)
-    found = (each.message for each in deliveries if each.message.reader not in work.statuses)
-    return [bounds for message in found for bounds in message.ranges]
+    deliveries = (delivery for delivery in (*work.packed, *work.incoming) if delivery.is_in_place)
+    messages = (delivery.message for delivery in deliveries if delivery.message.reader not in work.statuses)
+    return [bounds for message in messages for bounds in message.ranges]
 
 
 class _Placing:

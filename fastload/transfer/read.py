@@ -88,8 +88,8 @@ class Verifier:
             read: Reads a byte range again.
         """
         manifest = self._manifest
-        found = b"".join(map(checksum, _block_views(manifest.blocks, byte_range, buffers)))
-        if found == manifest.recorded_of(byte_range, len(found)):
+        checksums = b"".join(map(checksum, _block_views(manifest.blocks, byte_range, buffers)))
+        if checksums == manifest.recorded_of(byte_range, len(checksums)):
             return
         for index, block, data in _cut_into_blocks(manifest.blocks, byte_range, buffers):
             number, expected = manifest.recorded(block)
@@ -370,16 +370,16 @@ class ChunkReader:
         for byte_range, taken in request:
             guard = guards.before(byte_range)
             if guard is not None:
-                begin, head = guard
-                heads.append((memoryview(bytearray(len(head))), head))
-                before = byte_range._replace(offset=begin, nbytes=len(head))
-                if begin + len(head) == byte_range.offset and not (parts and begin < parts[-1][0].end):
+                begin, expected = guard
+                heads.append((memoryview(bytearray(len(expected))), expected))
+                before = byte_range._replace(offset=begin, nbytes=len(expected))
+                if begin + len(expected) == byte_range.offset and not (parts and begin < parts[-1][0].end):
                     parts.append((before, [heads[-1][0]]))
                 else:
                     self._read_range(before, [heads[-1][0]])
             parts.append((byte_range, taken))
         self._read_range(*_joined(parts))
-        if any(found != head for found, head in heads):
+        if any(head != expected for head, expected in heads):
             guards.is_broken = True
 
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:

@@ -244,10 +244,10 @@ class RoutedPlan:
     @cached_property
     def readers_of(self) -> Mapping[int, set[int]]:
         """The readers of each sharing group."""
-        found: dict[int, set[int]] = defaultdict(set)
+        by_group: dict[int, set[int]] = defaultdict(set)
         for share in self.shares:
-            found[share.group].add(share.reader)
-        return found
+            by_group[share.group].add(share.reader)
+        return by_group
 
     @property
     def has_mere_readers(self) -> bool:
@@ -271,10 +271,10 @@ class RoutedPlan:
     @cached_property
     def shares_of(self) -> Mapping[int, Sequence[Share]]:
         """The shares of each reader, in order."""
-        found: dict[int, list[Share]] = {reader: [] for reader in self.readers}
+        by_reader: dict[int, list[Share]] = {reader: [] for reader in self.readers}
         for share in self.shares:
-            found[share.reader].append(share)
-        return found
+            by_reader[share.reader].append(share)
+        return by_reader
 
     def shares_in(self, shares: Sequence[Share], index: int) -> Iterator[Share]:
         """Yields the parts of a reader's shares, or of some of them, that it reads in a round."""
@@ -512,11 +512,11 @@ def _suppliers(sharing: SharingGroups, shares: Sequence[Share]) -> list[list[_Su
     for share in shares:
         of_group = lengths[share.group]
         of_group[share.reader] = of_group.get(share.reader, 0) + share.end - share.begin
-    found: dict[int, dict[int, _Supplier]] = {ranks[0]: {} for ranks in sharing.requests.ranks}
+    by_rank: dict[int, dict[int, _Supplier]] = {ranks[0]: {} for ranks in sharing.requests.ranks}
     for group, of_group in lengths.items():
         for ranks, density in sharing.densities[group].items():
-            for rank in found.keys() & set(ranks):
-                suppliers = found[rank]
+            for rank in by_rank.keys() & set(ranks):
+                suppliers = by_rank[rank]
                 for reader, nbytes in of_group.items():
                     known = suppliers.get(reader)
                     suppliers[reader] = (
@@ -524,7 +524,7 @@ def _suppliers(sharing: SharingGroups, shares: Sequence[Share]) -> list[list[_Su
                         if known is None
                         else _Supplier(known.nbytes + nbytes, known.density.joined(density))
                     )
-    return [list(suppliers.values()) for suppliers in found.values()]
+    return [list(suppliers.values()) for suppliers in by_rank.values()]
 
 
 class RoutedView:
@@ -545,9 +545,9 @@ class RoutedView:
         own = plan.shares_of.get(rank, ())
         self._spaces = plan.sharing.spaces(sorted({*wanted, *(share.group for share in own)}))
         self._suppliers = {
-            reader: found
+            reader: requested
             for reader, shares in plan.shares_of.items()
-            if reader != rank and (found := [share for share in shares if share.group in wanted])
+            if reader != rank and (requested := [share for share in shares if share.group in wanted])
         }
         self._parts: dict[int, dict[int, Part]] = {}
         self._starts: dict[int, int] = {}
@@ -568,7 +568,7 @@ class RoutedView:
 
     def tensor_ranges(self, index: int) -> list[TensorRange]:
         """Returns the ranges of tensors that this rank reads in a round, in order."""
-        return [found for found, _ in self._pieces(self._rank, index)]
+        return [piece for piece, _ in self._pieces(self._rank, index)]
 
     def reads(self, index: int) -> list[ByteRange]:
         """Returns the byte ranges of files that this rank reads in a round, in order."""
@@ -608,7 +608,7 @@ class RoutedView:
             for (tensor, begin, length), _ in placed
             for runs in self.part(recipient, tensor)
         )
-        ranges = [found for piece, _ in placed for found in self._ranges(piece)] if is_recipient else []
+        ranges = [bounds for piece, _ in placed for bounds in self._ranges(piece)] if is_recipient else []
         pieces = self._packed(recipient, placed) if reader == self._rank else []
         return Message(reader, ranks, nbytes, joined(ranges), pieces)
 

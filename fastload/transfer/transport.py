@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_buffers
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.ranges import ByteRange
+from fastload.transfer.links import Offering
 from fastload.transfer.messages import Message, Route
 
 TICK_S = 0.05
@@ -47,11 +47,11 @@ class Slots:
 
     Attributes:
         memory: All slots, flat uint8.
-        each: The slot of each reader.
+        by_reader: The slot of each reader.
     """
 
     memory: Tensor
-    each: dict[int, Tensor]
+    by_reader: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Round:
     Attributes:
         index: Number of the round, over all plans of a load.
         readers: The ranks that read a chunk in it.
-        own: This rank's chunk; None if it has none.
+        chunk: This rank's chunk; None if it has none.
         packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
         slots: On a device, the adjacent slots that the chunks of all readers arrive in.
@@ -94,7 +94,7 @@ class Round:
 
     index: int
     readers: Collection[int] = ()
-    own: OwnChunk | None = None
+    chunk: OwnChunk | None = None
     packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
     slots: Slots | None = None
@@ -109,7 +109,7 @@ class Round:
     @property
     def outgoing(self) -> Sequence[tuple[Message, Route]]:
         """The messages of this rank's chunk, with their routes."""
-        return self.own.outgoing if self.own is not None else ()
+        return self.chunk.outgoing if self.chunk is not None else ()
 
     def broke(self, error: BaseException) -> None:
         """Keeps the first error of the transport."""
@@ -118,37 +118,109 @@ class Round:
             self.error = error.with_traceback(None)
 
 
+class BufferMemory:
+    """The memory of the rounds in flight: buffers, and chunks that this rank reads. No other rank shares it.
+
+    Args:
+        device: Where the buffers live; chunks are in host memory.
+        pinned: Whether to page-lock host memory, for copies to an accelerator.
+
+    Attributes:
+        device: As given.
+        is_shared: Whether other ranks of this host copy messages from the buffers of this one.
+    """
+
+    is_shared = False
+
+    def __init__(self, device: torch.device | str = "cpu", *, pinned: bool) -> None:
+        self.device = torch.device(device)
+        self._pinned = pinned
+        self._buffers: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+        self._most_chunks = self._chunk_bytes = 0
+
+    def allocate(self, count: int, nbytes: int) -> None:
+        """Allocates buffers, each for the messages of one round at a time."""
+        self._buffers = allocate_buffers(count, nbytes, pinned=self._pinned)
+
+    def buffer(self, number: int, rank: int) -> Tensor:
+        """Returns a buffer of this rank, or of another one of this host, once they are connected.
+
+        Args:
+            number: Number of the buffer.
+            rank: The rank.
+
+        Returns:
+            Flat uint8.
+        """
+        return self._buffers[number]
+
+    def of(self, rank: int) -> Tensor:
+        """Returns the memory that a rank of this host shares, with all buffers and chunks; flat uint8."""
+        raise NotImplementedError
+
+    def allocate_chunks(self, count: int, most: int, nbytes: int) -> None:
+        """Allocates host memory for chunks that this rank reads.
+
+        Args:
+            count: Number of chunks, of which each rank has memory before data move.
+            most: Number of chunks that `chunk` may be asked for.
+            nbytes: Length of each.
+        """
+        self._most_chunks, self._chunk_bytes = most, nbytes
+        self._chunks = allocate_buffers(count, nbytes, pinned=self._pinned)
+
+    def chunk(self, number: int) -> Tensor:
+        """Returns the memory for a chunk that this rank reads, once the ranks are connected.
+
+        Args:
+            number: Which; lower numbers first.
+        """
+        if number >= len(self._chunks):  # page-locked memory is taken at once, so not all of it
+            more = min(len(self._chunks), self._most_chunks - len(self._chunks))
+            self._chunks += allocate_buffers(more, self._chunk_bytes, pinned=self._pinned)
+        return self._chunks[number]
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Waits until no rank needs the buffer of a round; arguments and errors as for `Transport.wait`."""
+
+    def freed(self, number: int) -> int:
+        """Returns the last round, up to one that this rank has released, that no rank of its host needs."""
+        return number
+
+    def close(self) -> None:
+        """Releases the memory; rounds that have not ended keep theirs."""
+        self._buffers.clear()
+        self._chunks.clear()
+
+
 class Transport:
     """Moves messages between ranks. Rounds are posted and started in plan order on every rank.
 
-    The defaults serve ranks that need no connections.
+    It has three parts, each for those who need no other one: `connections` for the step in which the ranks
+    exchange addresses, `memory` for what is read and received, and the rounds.
 
     Args:
         name: What carries the bytes, for the report.
         rank: This rank.
-        device: Where buffers live; host memory by default.
-        pinned: Whether to page-lock host memory, for copies to an accelerator.
+        memory: The memory of the rounds.
+        connections: Those that the ranks make; None if this rank makes none.
 
     Attributes:
         name: As given.
-        device: As given.
+        memory: As given.
+        connections: As given.
         watch: Time with at least one round under way.
     """
 
-    def __init__(self, name: str, rank: int, device: torch.device | str = "cpu", *, pinned: bool) -> None:
+    def __init__(
+        self, name: str, rank: int, memory: BufferMemory, connections: Offering | None = None
+    ) -> None:
         self.name = name
-        self.device = torch.device(device)
+        self.memory = memory
+        self.connections = connections
         self.watch = Stopwatch()
         self._rank = rank
-        self._pinned = pinned
-        self._buffers: list[Tensor] = []
-        self._own: list[Tensor] = []
-        self._most_own = self._own_bytes = 0
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether other ranks of this host copy messages from the buffers of this one."""
-        return False
 
     @property
     def starts_ahead(self) -> int | None:
@@ -170,63 +242,6 @@ class Transport:
         """Returns the route of a message."""
         return Route(self._rank)
 
-    def allocate_all(self, count: int, nbytes: int) -> None:
-        """Allocates buffers, each for the messages of one round at a time."""
-        self._buffers += allocate_buffers(count, nbytes, pinned=self._pinned)
-
-    def buffer(self, number: int, rank: int) -> Tensor:
-        """Returns a buffer of this rank, or of another one of this host, once they are connected.
-
-        Args:
-            number: Number of the buffer.
-            rank: The rank.
-
-        Returns:
-            Flat uint8, on the transport's device.
-        """
-        return self._buffers[number]
-
-    def memory_of(self, rank: int) -> Tensor:
-        """Returns the memory that a rank of this host shares, with all buffers and chunks; flat uint8."""
-        raise NotImplementedError
-
-    def allocate_own(self, count: int, most: int, nbytes: int) -> None:
-        """Allocates host memory for chunks that this rank reads.
-
-        Args:
-            count: Number of chunks, of which each rank has memory before data move.
-            most: Number of chunks that `own` may be asked for.
-            nbytes: Length of each.
-        """
-        self._most_own, self._own_bytes = most, nbytes
-        self._own = allocate_buffers(count, nbytes, pinned=self._pinned)
-
-    def own(self, number: int) -> Tensor:
-        """Returns the memory for a chunk that this rank reads, once the ranks are connected.
-
-        Args:
-            number: Which; lower numbers first.
-        """
-        if number >= len(self._own):  # page-locked memory is taken at once, so not all of it
-            more = min(len(self._own), self._most_own - len(self._own))
-            self._own += allocate_buffers(more, self._own_bytes, pinned=self._pinned)
-        return self._own[number]
-
-    def freed(self, number: int) -> int:
-        """Returns the last round, up to one that this rank has released, that no rank of its host needs."""
-        return number
-
-    def offer(self) -> Any:
-        """Returns how others connect to this rank; see `links.Offering`."""
-        return None
-
-    def renew(self) -> None:
-        """Drops the cached connections; see `links.Offering`."""
-
-    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        """Takes the offers of all ranks; see `links.Offering`."""
-        return ()
-
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Connects to the other ranks, all of which are known to be ready.
 
@@ -236,9 +251,6 @@ class Transport:
         Raises:
             Interrupted: Some rank did not come, or `give_up` returned True.
         """
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Waits until no other rank needs the buffer of a round; arguments and errors as for `wait`."""
 
     def post(self, work: Round) -> None:
         """Makes a round ready to receive."""
@@ -271,8 +283,7 @@ class Transport:
 
     def close(self) -> None:
         """Ends the transport; rounds that have not ended are abandoned, and keep their memory alive."""
-        self._buffers.clear()
-        self._own.clear()
+        self.memory.close()
 
 
 def require_unbroken(work: Round) -> None:
@@ -309,7 +320,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, rank: int, *, pinned: bool) -> None:
-        super().__init__("none", rank, pinned=pinned)
+        super().__init__("none", rank, BufferMemory(pinned=pinned))
 
     @property
     def starts_ahead(self) -> int:

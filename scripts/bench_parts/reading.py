@@ -24,9 +24,9 @@ from fastload.base.memory import allocate_staging, host_view
 from fastload.geometry.blocks import good_block_bytes
 from fastload.loading.prepare import Opened
 from fastload.options import IoMode
+from fastload.transfer import transport
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.plan import plan_transfer
-from fastload.transfer.transport import LocalTransport
 
 _CHUNK_BYTES = 16 << 20
 _STAGING_BYTES = 256 << 20  # no cache holds as much
@@ -196,7 +196,7 @@ def _into_buffers(folder: Path, threads: int, io: IoMode) -> None:
             to_device=True,
         )
         reader = session.open_reader(plan, in_parts=False)
-        LocalTransport.allocate_own = lambda self, *sizes: _kept(*sizes)  # type: ignore[method-assign]
+        transport.allocate_buffers = lambda count, nbytes, pinned: list(_kept(count, nbytes))
         pipeline = Pipeline(session.world, plan, reader, _Nowhere(), progress=None)
         pipeline.run()
         assert pipeline.placed_bytes == plan.total_bytes

@@ -15,7 +15,7 @@ from fastload.geometry.ranges import ByteRange
 from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.messages import Message, Route, Routing, sharing_domains
-from fastload.transfer.transport import LocalTransport, OwnChunk, Round
+from fastload.transfer.transport import BufferMemory, OwnChunk, Round
 from tests.drawn import draws
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of
@@ -23,55 +23,52 @@ from tests.unit.test_routes import Want, jobs, plan_of
 _LENGTHS = (30_000, 5, 0, 17_001, 4096, 9_001)
 
 
-class InProcess(LocalTransport):
-    """Between ranks in one process: knows routes and shares memory; the test carries the messages."""
+class InProcess(BufferMemory):
+    """Of ranks in one process, some of which share memory; the test carries the messages."""
 
     def __init__(self, rank: int, routing: Routing, shared: dict[int, Tensor], device: str) -> None:
-        super().__init__(rank, pinned=False)
-        self.device = torch.device(device)
+        super().__init__(device, pinned=False)
+        self.is_shared = device == "cpu" and len(routing.neighbours) > 1
+        self._rank = rank
         self._routing = routing
         self._shared = shared
         self._num_buffers = self._buffer_bytes = 0
 
-    @property
-    def shares_memory(self) -> bool:
-        return self.device.type == "cpu" and len(self._routing.neighbours) > 1
-
     def route(self, message: Message) -> Route:
         if self.device.type != "cpu":
-            return super().route(message)
+            return Route(self._rank)
         return self._routing.route(message.reader, message.ranks)
 
-    def allocate_all(self, count: int, nbytes: int) -> None:
+    def allocate(self, count: int, nbytes: int) -> None:
         self._num_buffers, self._buffer_bytes = count, round_up(nbytes, 8)
 
-    def allocate_own(self, count: int, most: int, nbytes: int) -> None:
-        super().allocate_own(count, most, nbytes)
-        length = self._num_buffers * self._buffer_bytes + (most * nbytes if self.shares_memory else 0)
+    def allocate_chunks(self, count: int, most: int, nbytes: int) -> None:
+        super().allocate_chunks(count, most, nbytes)
+        length = self._num_buffers * self._buffer_bytes + (most * nbytes if self.is_shared else 0)
         self._shared[self._rank] = allocate_staging(length, pinned=False)
 
     def buffer(self, number: int, rank: int) -> Tensor:
-        return self.memory_of(rank)[number * self._buffer_bytes :][: self._buffer_bytes]
+        return self.of(rank)[number * self._buffer_bytes :][: self._buffer_bytes]
 
-    def memory_of(self, rank: int) -> Tensor:
+    def of(self, rank: int) -> Tensor:
         return self._shared[rank]
 
-    def own(self, number: int) -> Tensor:
-        if not self.shares_memory:
-            return super().own(number)
-        begin = self._num_buffers * self._buffer_bytes + number * self._own_bytes
-        return self.memory_of(self._rank)[begin : begin + self._own_bytes]
+    def chunk(self, number: int) -> Tensor:
+        if not self.is_shared:
+            return super().chunk(number)
+        begin = self._num_buffers * self._buffer_bytes + number * self._chunk_bytes
+        return self.of(self._rank)[begin : begin + self._chunk_bytes]
 
 
 class OneRank:
     """A rank that reads from memory."""
 
     def __init__(
-        self, rank: int, plan: Plan, file: Tensor, transport: InProcess, destinations: list[Destination]
+        self, rank: int, plan: Plan, file: Tensor, memory: InProcess, destinations: list[Destination]
     ) -> None:
         self.rank, self._plan, self._file = rank, plan, file
         self._writer = TensorWriter(destinations)
-        self._buffers = Buffers(plan, rank, transport, self._writer)
+        self._buffers = Buffers(plan, rank, memory, memory.route, self._writer)
         self._ahead: deque[tuple[int, OwnChunk]] = deque()
         self._next = 0
 
@@ -80,19 +77,19 @@ class OneRank:
         self._buffers.release(index - 1)
         end = index + (self._plan.ahead or self._plan.num_rounds)
         for later in self._plan.rounds_of(self.rank, self._next, end):
-            own = self._buffers.prepare_own(self._plan, later, later)
-            if own is None:
+            chunk = self._buffers.prepare_chunk(self._plan, later, later)
+            if chunk is None:
                 break
-            if own.byte_ranges:
-                self._read(own)
-                self._ahead.append((later, own))
+            if chunk.byte_ranges:
+                self._read(chunk)
+                self._ahead.append((later, chunk))
             self._next = later + 1
         assert self._next > index or index not in self._plan.rounds_of(self.rank, index, index + 1)
         mine = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
         work = self._buffers.prepare(self._plan, index, index, mine)
-        if work.slots is not None and work.own is not None:
-            (chunk,) = work.own.memory
-            work.slots.each[self.rank][: len(chunk)].copy_(chunk)
+        if work.slots is not None and work.chunk is not None:
+            (memory,) = work.chunk.memory
+            work.slots.by_reader[self.rank][: len(memory)].copy_(memory)
         self._buffers.pack(work)
         return work
 
@@ -110,9 +107,11 @@ class OneRank:
         self._buffers.free()
         assert self._buffers.nbytes == used
 
-    def _read(self, own: OwnChunk) -> None:
-        data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in own.byte_ranges])
-        for buffer, part in zip(own.memory, data.split([len(piece) for piece in own.memory]), strict=True):
+    def _read(self, chunk: OwnChunk) -> None:
+        data = torch.cat([self._file[part.offset : part.offset + part.nbytes] for part in chunk.byte_ranges])
+        for buffer, part in zip(
+            chunk.memory, data.split([len(piece) for piece in chunk.memory]), strict=True
+        ):
             buffer.copy_(part)
 
 
@@ -125,8 +124,8 @@ def run(
     shared: dict[object, dict[int, Tensor]] = {domain: {} for domain in domains}
     members = []
     for rank in everyone:
-        transport = InProcess(rank, Routing(rank, everyone, domains), shared[domains[rank]], device)
-        members.append(OneRank(rank, plan, file, transport, destinations[rank]))
+        memory = InProcess(rank, Routing(rank, everyone, domains), shared[domains[rank]], device)
+        members.append(OneRank(rank, plan, file, memory, destinations[rank]))
     placed = [0] * len(members)
     for index in range(plan.num_rounds):
         begun = [member.begin(index) for member in members]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.transfer.messages import Routing, choose_base, most_hops, num_targets, sharing_domains
+from fastload.transfer.messages import Routing, choose_base, hop_distances, most_hops, sharing_domains
 from tests.drawn import draws
 
 
@@ -58,7 +58,7 @@ def test_a_message_enters_every_host_of_its_group_once_and_is_passed_on_by_who_h
 @pytest.mark.parametrize(("num_hosts", "base"), [(8, 8), (8, 2), (9, 3), (16, 4), (13, 2)])
 def test_all_hosts_send_alike(num_hosts: int, base: int) -> None:
     # A host is at each distance from some other one.
-    assert sum(num_targets(at, num_hosts, base) for at in range(num_hosts)) == num_hosts - 1
+    assert sum(len(list(hop_distances(at, num_hosts, base))) for at in range(num_hosts)) == num_hosts - 1
 
 
 def test_few_hosts_are_a_ring_and_many_are_near_each_other() -> None:

@@ -592,9 +592,9 @@ def _plan(call: SaveCall, plan: SavePlan, agreed: SaveAgreement, base: Base, fou
         index=None,
     )
     _warn_of_size(call, changes_layout, layout)
-    changes_state = replace(
-        state, layout=changes_layout, reader=StateReader.of_parts(changes_layout, parts), shard_map=None
-    )
+    reader = StateReader(changes_layout, {})
+    reader = reader.replaced({}, parts, reader.streams)
+    changes_state = replace(state, layout=changes_layout, reader=reader, shard_map=None)
     shard_map = ShardMap(changes_layout, world.size, boxes)
     of_changes = make_plan(call, changes_state, replace(agreed, shard_map=shard_map), target=plan.target)
     delta = Delta(base.name, base.manifest.record_digest, base.num_deltas + 1, checksums)

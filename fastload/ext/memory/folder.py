@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastload.base.memory import available_bytes
+from fastload.base.memory import memory_bytes
 from fastload.errors import StorageError
 from fastload.storage import folders
 from fastload.storage.folders import closing, open_file, open_folder, os_errors
-from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, memory_mounts
+from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, mounts
 from fastload.storage.process import Owner
 
 RECORD_NAME = "manifest.json"
@@ -36,6 +36,7 @@ NAME = re.compile(r"[0-9a-f]{16}")
 """The name of a run, of the folder of a job, and of that of a checkpoint."""
 _PLAN_NAME = "plan"  # identifies the ranges on this host: a folder with equal ones is reused
 _MAKING_NAME = "making"
+_OF_THE_SYSTEM = ("/run/", "/var/run/", "/sys/", "/proc/", "/etc/", "/dev/")
 _SPARE_PART = 20  # share of free memory to leave free
 
 
@@ -46,7 +47,7 @@ def find_memory() -> str:
         StorageError: There is none.
     """
     sizes: dict[str, int] = {}
-    for place in ["/dev/shm", *memory_mounts()]:
+    for place in ["/dev/shm", *_memory_mounts()]:
         with suppress(OSError, StorageError):
             if os.access(place, os.W_OK | os.X_OK):
                 os.close(_open_place(place))
@@ -55,6 +56,13 @@ def find_memory() -> str:
     if not sizes:
         raise StorageError("there is no tmpfs that this user may write to: name a directory", url="/dev/shm")
     return max(sizes, key=lambda place: sizes[place])
+
+
+def _memory_mounts() -> list[str]:
+    """Returns the mount points of tmpfs, without those of the operating system itself."""
+    return [
+        point for point, kind, _ in mounts() if kind == "tmpfs" and not f"{point}/".startswith(_OF_THE_SYSTEM)
+    ]
 
 
 def _open_place(memory: str) -> int:
@@ -297,7 +305,7 @@ class JobFolder:
         """Returns the number of bytes available, and a description of their kind."""
         found = os.fstatvfs(self._folder)
         free, what = found.f_bavail * found.f_frsize, f"free in {self.memory}"
-        available = available_bytes()
+        _, available = memory_bytes()
         if file_system_type(self.path) in IN_MEMORY_TYPES and available is not None and available < free:
             free, what = available, "of memory available"
         return free - free // _SPARE_PART, what

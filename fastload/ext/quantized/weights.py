@@ -527,7 +527,6 @@ class _ChunkDecoder(Protocol):
 
     def take(self, values: Tensor) -> None:
         """Copies stored rows of a matrix, in flat bytes if they are packed."""
-        ...
 
     def write(self, target: Tensor, scale: Tensor, skipped: int) -> None:
         """Dequantises what was taken last.
@@ -537,7 +536,6 @@ class _ChunkDecoder(Protocol):
             scale: Its scales, by row and column of the block: in float32, or as stored for FP4.
             skipped: Elements of the first block that the target does not have.
         """
-        ...
 
 
 class _Fp8Decoder:

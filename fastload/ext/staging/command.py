@@ -33,11 +33,9 @@ class StageFollower(Protocol):
 
     def begin(self, copy: CopyInProgress) -> None:
         """A copy begins, on the rank of its host that makes it; not if there is a complete one."""
-        ...
 
     def end(self, path: str) -> None:
         """The copy of this rank's host is complete, at this path."""
-        ...
 
 
 def _extension_options(command: Command) -> Command:

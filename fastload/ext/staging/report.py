@@ -77,6 +77,10 @@ class StageReport(ReadReport):
     digest: str
     ranks: Sequence[StageRankReport] = field(default_factory=tuple)
 
+    def num_bytes(self) -> int:
+        """Returns `nbytes`."""
+        return self.nbytes
+
     @property
     def bytes_written(self) -> int:
         """Bytes written, over all hosts."""

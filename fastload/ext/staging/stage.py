@@ -42,7 +42,7 @@ from fastload.storage import CheckpointReader, PatientStorage, open_with_sibling
 from fastload.storage.base import DEFAULT_WRITES, new_token
 from fastload.storage.local import LocalStorage
 from fastload.storage.location import HTTP
-from fastload.transfer.links import accept_offers
+from fastload.transfer.links import accept_offers, offer_of
 from fastload.transfer.pipeline import Pipeline, pace_of
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
@@ -216,12 +216,12 @@ class Stage:
             plan, offer = self._plan(inventory, leaders, missing), None
             if leads and missing.runs:
                 self._job = self._open(inventory, leaders, missing, plan)
-                offer = self._job.pipeline.transport.offer()
+                offer = offer_of(self._job.pipeline.transport.connections)
             planning.answer([{"files": inventory.identity, "plan": plan.digest()}, offer])
         plans, offers = zip(*planning.answers, strict=True)
         require_same(plans)
-        transport = self._job.pipeline.transport if self._job is not None else None
-        accept_offers(world, self._what, transport, offers)
+        connections = self._job.pipeline.transport.connections if self._job is not None else None
+        accept_offers(world, self._what, connections, offers)
         receipt: Mapping[str, Any] | None = None
         flush_s = 0.0
         with world.step(self._what, is_long=True) as step:

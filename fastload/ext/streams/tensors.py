@@ -31,7 +31,7 @@ from fastload.geometry.box import Box, row_major
 from fastload.geometry.dtensors import narrowed
 from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.access import Access
-from fastload.loading.match import BoxesByName, BoxRequest, Match, checked_boxes
+from fastload.loading.match import BoxesByName, BoxRequest, Match, compare_boxes, plain_box
 from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.prepare import Job, Opened, prepare
 from fastload.loading.selection import RankView
@@ -433,7 +433,7 @@ def stream_boxes(
     with opened.world.gathering_step(f"telling what each rank wants of {manifest.url}") as step:
         if names is not None:
             raise OptionError("names= and boxes= are both given: boxes= has the names of what is wanted")
-        wanted, destination = checked_boxes(manifest, _lists(boxes)), target_device(device)
+        wanted, destination = _checked(manifest, boxes), target_device(device)
         own = array(_NUM_BYTES, (_nbytes(manifest, name, wanted) for name in manifest.by_name))
         step.answer(zlib.compress(own.tobytes(), level=1))
     lengths = [_unpack(data) for data in dict.fromkeys(step.answers)]
@@ -524,10 +524,23 @@ class BoxStreamTransfer:
             self._room.release()  # there is nothing to take
 
 
-def _lists(boxes: BoxSelection) -> dict[str, list[Box]]:
+def _checked(manifest: Manifest, boxes: BoxSelection) -> dict[str, list[Box]]:
+    """Returns boxes in the order of the checkpoint, of Python integers.
+
+    Raises:
+        MismatchError: Something does not fit; lists everything.
+        OptionError: `boxes` is of another type.
+    """
     if not isinstance(boxes, Mapping):
         raise OptionError("boxes= has to be a dict of a Box, or a list of them, by name of the tensor")
-    return {name: [given] if isinstance(given, Box) else list(given) for name, given in boxes.items()}
+    plain: dict[str, list[Box]] = {}
+    for name, given in boxes.items():
+        of_name = [given] if isinstance(given, Box) else list(given)
+        if not all(isinstance(box, Box) for box in of_name):
+            raise OptionError(f"boxes= has something else than fastload.Box for {name}")
+        plain[name] = [plain_box(name, box) for box in of_name]
+    compare_boxes(manifest, {name: [(box, None) for box in of_name] for name, of_name in plain.items()})
+    return {name: plain[name] for name in manifest.by_name if name in plain}
 
 
 def _nbytes(manifest: Manifest, name: str, boxes: Mapping[str, Sequence[Box]]) -> int:

@@ -11,7 +11,7 @@ import click
 import numpy as np
 from rich.filesize import decimal
 
-from fastload.cli.console import DASHED, GRID, INK, PNG, new_figure, save_png
+from fastload.cli.console import DASHED, GRID, INK, new_figure, parse_png, save_png
 from fastload.errors import FastloadError
 from fastload.ext.traces.spans import WHOLES
 
@@ -34,7 +34,7 @@ _MAX_ROWS = 32  # of more ranks, some are shown
 
 @click.command(short_help="Draw the timeline of a load or a save.")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--png", required=True, type=PNG, help="File to draw into.")
+@click.option("--png", required=True, metavar="PNG", callback=parse_png, help="File to draw into.")
 @click.option(
     "--floor-s", type=click.FloatRange(min=0, min_open=True), help="Mark the floor at this time in seconds."
 )

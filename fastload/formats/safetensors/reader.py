@@ -108,10 +108,10 @@ def find_single(
     names = list(dict.fromkeys([preferred, index.removesuffix(".index.json")]))
     if not set(weight_map.values()).isdisjoint(names):
         return None
-    found = [name for name in names if name in listing]
-    if not found and list(listing) == [index] and storage.stat(preferred) is not None:  # not all is listed
-        found = [preferred]
-    return found[0] if found else None
+    single = [name for name in names if name in listing]
+    if not single and list(listing) == [index] and storage.stat(preferred) is not None:  # not all is listed
+        single = [preferred]
+    return single[0] if single else None
 
 
 def choose_single(

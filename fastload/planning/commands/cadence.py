@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fastload.cli.console import PNG, json_option, print_json, stdout, table_of
+from fastload.cli.console import json_option, parse_png, print_json, stdout, table_of
 from fastload.errors import OptionError
 from fastload.planning import cadence as theory
 from fastload.planning.cadence import Recommendation, Tier, Tiers
@@ -112,7 +112,9 @@ _memory_options = option_group(
     "--concurrent-saves", type=COUNT, default="1", show_default=True, help="Saves that are written at once."
 )
 @_memory_options
-@click.option("--png", type=PNG, help="Plot the ETTR against the interval into this file.")
+@click.option(
+    "--png", metavar="PNG", callback=parse_png, help="Plot the ETTR against the interval into this file."
+)
 @json_option
 @csv_option
 def cadence(

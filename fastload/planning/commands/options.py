@@ -16,7 +16,7 @@ import click
 
 import fastload
 from fastload.base.units import format_bytes
-from fastload.cli.console import Command, Quantity, shown
+from fastload.cli.console import Command, shown
 from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.formats.names import NAMES
 from fastload.planning.parameters import Parameters, of_checkpoint, of_config, of_shape
@@ -34,6 +34,23 @@ from fastload.planning.units import (
 from fastload.storage import name_of, open_storage
 
 _MAX_CONFIG_BYTES = 1 << 20
+
+
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes no parameter
+    """A number with its unit, or a name."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses the text of an option."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except OptionError as error:
+            raise OptionError(f"{param.opts[0] if param else self.name}: {error}") from None
 
 
 def _parse_link_rate(text: str) -> float:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastload.base.devices import accelerator_names
 from fastload.base.memory import memory_bytes
 from fastload.base.threads import within
 from fastload.comm.hosts import address_of, machine
@@ -136,7 +135,7 @@ def look_around(rank: int, master: str, location: Location | None) -> Facts:
         machine=machine(host, rank),
         versions=_versions(),
         backends=_backends(),
-        gpus=accelerator_names(),
+        gpus=_accelerators(),
         interface=f"{interface} ({address or 'no address'})",
         speed_mbits=_number_in(f"/sys/class/net/{interface}/speed"),
         infiniband=sorted(entry.name for entry in _entries("/sys/class/infiniband")),
@@ -187,6 +186,15 @@ def _interface_with(address: str) -> str:
         if address and address_of(name) == address:
             return name
     return _LOOPBACK
+
+
+def _accelerators() -> list[str]:
+    """Returns the name of each device of the accelerator, by index."""
+    served = torch.accelerator.current_accelerator()
+    if served is None or not torch.accelerator.is_available():
+        return []
+    name_of = getattr(torch.get_device_module(served), "get_device_name", lambda number: f"{served}:{number}")
+    return [name_of(number) for number in range(torch.accelerator.device_count())]
 
 
 def _memory() -> tuple[int, int]:
