@@ -217,8 +217,8 @@ def to_wire(error: BaseException, limit: int = _WIRE_BYTES) -> dict[str, Any]:
 def _text(error: BaseException) -> str:
     """Returns the message that makes an equal error."""
     try:
-        own = isinstance(error, FastloadError) or len(error.args) == 1
-        if own and error.args and not (isinstance(error, OSError) and not isinstance(error, FastloadError)):
+        is_text = len(error.args) == 1 and not isinstance(error, OSError)
+        if error.args and (is_text or isinstance(error, FastloadError)):
             return str(error.args[0])
         return str(error)
     except Exception as odd:

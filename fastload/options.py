@@ -286,7 +286,7 @@ class ReadOptions(Options):
         super().__post_init__()
         sources = _sources_in_environment() if self.sources is None else self.sources
         is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
-        if not (is_list and all(hasattr(each, "connect") for each in sources)):
+        if not (is_list and all(hasattr(source, "connect") for source in sources)):
             raise OptionError(f"sources={sources!r}: must be a list of sources such as fastload.peers(…)")
         object.__setattr__(self, "sources", tuple(sources))
 

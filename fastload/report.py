@@ -203,14 +203,14 @@ class LoadReport(ReadReport):
     @property
     def limit(self) -> str:
         """What the load has waited for most of the time: ``storage``, ``network`` or ``CPU``."""
-        hosts = {own.host for own in self.ranks}
+        hosts = {rank.host for rank in self.ranks}
         cores_s = (os.cpu_count() or 1) * self.total_s * len(hosts)
-        if sum(own.cpu_s for own in self.ranks) > _BUSY * cores_s:
+        if sum(rank.cpu_s for rank in self.ranks) > _BUSY * cores_s:
             return "CPU"
         longest = {
-            "storage": max(own.read_s for own in self.ranks),
-            "network": max(own.exchange_s for own in self.ranks) if self.transport != "none" else 0.0,
-            "CPU": max(own.place_s for own in self.ranks),
+            "storage": max(rank.read_s for rank in self.ranks),
+            "network": max(rank.exchange_s for rank in self.ranks) if self.transport != "none" else 0.0,
+            "CPU": max(rank.place_s for rank in self.ranks),
         }
         return max(longest, key=lambda name: longest[name])
 

@@ -106,11 +106,10 @@ def find(kind: str, name: str) -> Extension | None:
 
 def extensions(kind: str) -> Mapping[str, Extension]:
     """Returns the extensions of a kind, by name, without importing any; first those of fastload."""
-    own = {name: known for name in extensions_of_fastload(kind) if (known := _own(kind, name)) is not None}
-    return {
-        **own,
-        **{name: known for name, known in installed_extensions().get(kind, {}).items() if name not in own},
+    builtin = {
+        name: known for name in extensions_of_fastload(kind) if (known := _own(kind, name)) is not None
     }
+    return {**builtin, **installed_extensions().get(kind, {}), **builtin}  # first, and in place of others
 
 
 def extensions_of_fastload(kind: str) -> Mapping[str, str]:

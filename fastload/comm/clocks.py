@@ -33,4 +33,4 @@ def compare_clocks(world: World, hosts: Sequence[str], clock: Callable[[], float
                 step.answer({"clock": Each([clock()])})
             readings += step.answers[0]["clock"]
     times = [column.values() for column in readings[1:]]  # the first reading follows no decision
-    return [median(each[0] - each[rank] for each in times) for rank in range(world.size)]
+    return [median(of_round[0] - of_round[rank] for of_round in times) for rank in range(world.size)]

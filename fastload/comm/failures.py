@@ -68,13 +68,13 @@ def errors_of(decision: Decision, rank: int) -> dict[int, BaseException]:
     errors: dict[int, BaseException] = {}
     begin = 0
     for response, count in decision.runs:
-        for each in range(begin, begin + count):
+        for later in range(begin, begin + count):
             if response is None and decision.left:
-                errors[each] = Interrupted("another rank has left")
+                errors[later] = Interrupted("another rank has left")
             elif response is None:
-                errors[each] = late(decision.waited_s, own=each == rank)
+                errors[later] = late(decision.waited_s, own=later == rank)
             elif response["error"] is not None:
-                errors[each] = from_wire(response["error"])
+                errors[later] = from_wire(response["error"])
         begin += count
     return errors
 
@@ -108,7 +108,7 @@ def require_same_call(decision: Decision) -> None:
     if len({call.partition(" ")[0] for call in calls}) == 1:
         words = [call.split(" ") for call in calls]
         num_same = len(list(takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))))
-        require_same([{"path": " ".join(each[num_same:])} for each in words])
+        require_same([{"path": " ".join(of_rank[num_same:])} for of_rank in words])
         return
     raise _out_of_step(calls)
 
@@ -152,11 +152,10 @@ def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
     lines, kinds = [], kinds_of(values)
     for name in names or values[0]:
         first = values[0].get(name)
-        if all(own.get(name) == first for own in kinds):
+        if all(terms.get(name) == first for terms in kinds):
             continue
-        others = [
-            f"rank {rank} {own.get(name)!r}" for rank, own in enumerate(values) if own.get(name) != first
-        ]
+        of_ranks = enumerate(terms.get(name) for terms in values)
+        others = [f"rank {rank} {value!r}" for rank, value in of_ranks if value != first]
         lines.append(f"{name}: rank 0 {first!r}, {some_of(others)}")
     if lines:
         raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))

@@ -245,7 +245,7 @@ class Listener:
             look: Called repeatedly; returns the seconds until the next call. It may raise.
         """
         missing, poll = set(ranks), select.poll()
-        by_number = {each.fileno(): each for each in self._sockets}
+        by_number = {listening.fileno(): listening for listening in self._sockets}
         for number in by_number:
             poll.register(number, select.POLLIN)
         while missing:
@@ -272,8 +272,8 @@ class Listener:
 
     def close(self) -> None:
         """Stops listening."""
-        for each in self._sockets:
-            each.close()
+        for listening in self._sockets:
+            listening.close()
 
 
 def connect_unix(name: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:

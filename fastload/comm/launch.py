@@ -330,9 +330,9 @@ def _store_of(launch: Launch) -> dist.Store:
     rank, size = launch.rank, launch.world_size
     limit = timedelta(seconds=_MEETING_S)  # torch's own is half an hour
     store, _, _ = next(dist.rendezvous(launch.init_method, rank, size, timeout=limit))
-    own = _in_this_incarnation(store, rank, size)
+    incarnation = _in_this_incarnation(store, rank, size)
     store.set_timeout(default_pg_timeout)
-    return own
+    return incarnation
 
 
 @contextmanager
@@ -436,7 +436,7 @@ def _require_ready(store: Any, launch: Launch, problem: FastloadError | None = N
     if not store.check(["reach/problems"]):
         return
     lines = str(store.get("reach/problems"), "ascii").splitlines()
-    problems = sorted((json.loads(line) for line in lines), key=lambda each: each[0])
+    problems = sorted((json.loads(line) for line in lines), key=lambda problem: problem[0])
     _meet(store, "read", size)  # before a rank exits that hosts the store
     failures = {rank: from_wire(wire) for rank, _, wire in problems}
     cannot_connect = all(type(error) is WorldError for error in failures.values())

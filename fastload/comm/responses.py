@@ -204,9 +204,9 @@ def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
     """Returns the value of each rank; the first one if there are two."""
     by_rank: dict[int, str] = {}
     for ranks, text in parts:
-        each = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))
+        numbers = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))
         said = chain.from_iterable([value] * count for value, count in _runs(text))
-        for rank, value in zip(each, said, strict=True):
+        for rank, value in zip(numbers, said, strict=True):
             by_rank.setdefault(rank, value)
     return sorted(by_rank.items())
 

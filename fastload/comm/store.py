@@ -388,10 +388,10 @@ class Versions:
         Raises:
             WorldError: The rank that came first has another version of fastload.
         """
-        own = _own_version()
-        greeting = f"{secrets.token_hex(8)} {self._member.rank} {own}"
+        version = _own_version()
+        greeting = f"{secrets.token_hex(8)} {self._member.rank} {version}"
         name, _, first = str(self._store.compare_set(_NAME, "", greeting), "ascii").partition(" ")
-        if first.partition(" ")[2] != own:
+        if first.partition(" ")[2] != version:
             raise self._differ()
         return name
 

@@ -408,9 +408,9 @@ class Decisions:
         if self._world.rendezvous.member.store_stays:
             begin, end = self._num_read_blocks * _BLOCK, self._num_made
             counters = map(self._count_key, range(self._num_read_blocks, -(-end // _BLOCK)))
-            own = [*self._stale, *map(self._key, range(begin, end)), *counters, *keys]
+            left = [*self._stale, *map(self._key, range(begin, end)), *counters, *keys]
             self._world.rendezvous.delete_with_last(
-                f"{self._name}/closed", own if self._world.rank == 0 else None
+                f"{self._name}/closed", left if self._world.rank == 0 else None
             )
 
     def _look_for_stale(self, num_blocks: int) -> None:

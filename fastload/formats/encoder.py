@@ -141,7 +141,7 @@ class _StateObjects:
     def state_dict_of(self, value: Any) -> Any:
         if isinstance(value, Module):
             self.uncounted.update(_address(local_of(buffer)) for buffer in value.buffers())
-            shards = [local_of(each) for each in value.parameters() if is_dtensor(each)]
+            shards = [local_of(parameter) for parameter in value.parameters() if is_dtensor(parameter)]
             self.shards.update((_address(local), local) for local in shards)
         self._state_dicts.append(value.state_dict())
         return self._state_dicts[-1]

@@ -120,13 +120,13 @@ def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
         The files that a list names. If no list can be read, the files whose names a save gives.
     """
     names = [_listed(text) for text in lists]
-    known = [each for each in names if each is not None]
-    own = set().union(*known)
+    known = [of_list for of_list in names if of_list is not None]
+    listed = set().union(*known)
     if not known:
-        own = {name for name in there if _FILE_OF_A_SAVE.fullmatch(name)}
-    if any((match := _FILE_OF_A_SAVE.fullmatch(name)) and match["shard"] for name in own):
-        own.add(INDEX_NAME)  # which a save writes next to several files
-    return (own | _ALWAYS_OWN) & set(there)
+        listed = {name for name in there if _FILE_OF_A_SAVE.fullmatch(name)}
+    if any((match := _FILE_OF_A_SAVE.fullmatch(name)) and match["shard"] for name in listed):
+        listed.add(INDEX_NAME)  # which a save writes next to several files
+    return (listed | _ALWAYS_OWN) & set(there)
 
 
 def _listed(text: bytes) -> set[str] | None:

@@ -473,7 +473,7 @@ def own_view(structure: Any, rank: int, size: int, on_mismatch: PerRankMismatch 
             view.elsewhere.append((name, len(values)))
             return NO_VALUE
         names = [[saved.stored for saved in leaves(value, name)] for value in values]
-        everyone = [stored for each in names for stored in each]
+        everyone = [stored for of_rank in names for stored in of_rank]
         if len(values) != size:
             view.together.update((stored, everyone) for stored in everyone)
             view.is_regrouped = True

@@ -51,7 +51,7 @@ class Blocks:
     @cached_property
     def firsts(self) -> list[int]:
         """The number of the first block of each range, and the number of blocks."""
-        counts = (num_blocks(each.nbytes, self.block_bytes) for each in self.space.ranges)
+        counts = (num_blocks(byte_range.nbytes, self.block_bytes) for byte_range in self.space.ranges)
         return list(accumulate(counts, initial=0))
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Blocks:
     @cached_property
     def longest_bytes(self) -> int:
         """Length of the longest block."""
-        return min(self.block_bytes, max((each.nbytes for each in self.space.ranges), default=0))
+        return min(self.block_bytes, max((byte_range.nbytes for byte_range in self.space.ranges), default=0))
 
     def floor(self, position: int) -> int:
         """Returns the first byte, in the space, of the block at a position."""

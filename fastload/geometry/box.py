@@ -51,7 +51,7 @@ class Box(NamedTuple):
 
     def relative_to(self, other: Box) -> Box:
         """Returns the box with offsets relative to those of another one."""
-        offsets = (own - first for own, first in zip(self.offsets, other.offsets, strict=True))
+        offsets = (offset - first for offset, first in zip(self.offsets, other.offsets, strict=True))
         return Box(tuple(offsets), self.sizes)
 
     @property

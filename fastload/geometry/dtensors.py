@@ -169,10 +169,10 @@ def _find_order(mesh: Any) -> _Order:
         for one, other in permutations(range(ranks.dim()), 2)
         if not torch.equal(numbers[one], numbers[one].narrow(other, 0, 1).expand_as(ranks))
     )
-    indexes = tuple(each.tolist() for each in numbers)
-    ascends = all(torch.equal(each, each.sort(dim).values) for dim, each in enumerate(numbers))
+    indexes = tuple(index.tolist() for index in numbers)
+    ascends = all(torch.equal(index, index.sort(dim).values) for dim, index in enumerate(numbers))
     coordinate = mesh.get_coordinate()
-    here = None if coordinate is None else tuple(_at(each, coordinate) for each in indexes)
+    here = None if coordinate is None else tuple(_at(index, coordinate) for index in indexes)
     return _Order(tuple(mesh.shape), ranks.tolist(), indexes, mixed, ascends, here)
 
 

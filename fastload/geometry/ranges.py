@@ -63,7 +63,7 @@ class Space(Generic[Ranged]):
     @cached_property
     def starts(self) -> list[int]:
         """The first byte of each range, and the end of the last one."""
-        return list(accumulate((each.nbytes for each in self.ranges), initial=0))
+        return list(accumulate((byte_range.nbytes for byte_range in self.ranges), initial=0))
 
     @property
     def nbytes(self) -> int:
@@ -142,15 +142,15 @@ def merged(wanted: Iterable[HasRange]) -> tuple[ByteRange, ...]:
     """Joins ranges that are adjacent in a file; the results are laid end to end."""
     ranges: list[ByteRange] = []
     file, begin, end, start = -1, 0, 0, 0
-    for each in wanted:
-        if each.nbytes == 0:
+    for byte_range in wanted:
+        if byte_range.nbytes == 0:
             continue
-        if each.file != file or each.offset != end:
+        if byte_range.file != file or byte_range.offset != end:
             if end > begin:
                 ranges.append(ByteRange(file, begin, end - begin, start))
                 start += end - begin
-            file, begin = each.file, each.offset
-        end = each.offset + each.nbytes
+            file, begin = byte_range.file, byte_range.offset
+        end = byte_range.offset + byte_range.nbytes
     if end > begin:
         ranges.append(ByteRange(file, begin, end - begin, start))
     return tuple(ranges)

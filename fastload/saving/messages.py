@@ -277,7 +277,7 @@ def _found_parts(
         for writer, share in shares.items()
         for run in share.runs
     )
-    found: dict[tuple[int, int], list[ShardRange]] = {}
+    by_place: dict[tuple[int, int], list[ShardRange]] = {}
     for number, entry, shard in _own_shards(layout, shard_map, rank):
         first = entry.file, entry.offset + shard.runs.start
         last = entry.file, entry.offset + shard.runs.end
@@ -292,8 +292,8 @@ def _found_parts(
                 end = shard.runs.before(part.end - entry.offset)
                 if begin < end:
                     place = writer, run.first + index
-                    found.setdefault(place, []).append(ShardRange(number, shard, begin, end))
-    return found
+                    by_place.setdefault(place, []).append(ShardRange(number, shard, begin, end))
+    return by_place
 
 
 def _batches(share: WriterShare, batch_bytes: int) -> list[range]:

@@ -188,8 +188,8 @@ class LocalDestination:
         if inside := sorted(name for name, is_folder in kinds.items() if is_folder):
             raise OptionError(f"{self.path} has directories that overwrite=True would delete: {inside}")
         self.guard(there)
-        own = self._names.own(kinds, [read_list(name, there) for name in signs])
-        return kept_names(self.path, kinds, own, written, self._names)
+        of_checkpoint = self._names.own(kinds, [read_list(name, there) for name in signs])
+        return kept_names(self.path, kinds, of_checkpoint, written, self._names)
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
@@ -222,21 +222,21 @@ def read_list(name: str, folder: int) -> bytes:
 
 
 def kept_names(
-    url: str, there: Iterable[str], own: set[str], written: Iterable[str], names: Names
+    url: str, there: Iterable[str], of_checkpoint: set[str], written: Iterable[str], names: Names
 ) -> list[str]:
     """Returns the names of the files that are kept when a checkpoint is replaced.
 
     Args:
         url: Path or URL of the checkpoint, for messages.
         there: Names of all files there.
-        own: Names of the checkpoint's own files.
+        of_checkpoint: Names of the checkpoint's own files.
         written: Names of files of the new checkpoint.
         names: Names of files of a checkpoint.
 
     Raises:
         OptionError: A new file would replace one of them, or a reader take one for a part of the checkpoint.
     """
-    kept = sorted(set(there) - own)
+    kept = sorted(set(there) - of_checkpoint)
     written = set(written)
     if bad := [name for name in kept if name in written or name.endswith(names.part_endings)]:
         raise OptionError(

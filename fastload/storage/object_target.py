@@ -255,14 +255,14 @@ class OwnerFile:
         if lease.token != self.keys.token:
             raise CheckpointExists(f"{self._url}: another save is being published there")
         if decided:  # of the files there, none is of a save that this one has overtaken
-            own = self._own(there - {self._names.owner}, names, ())
+            to_replace = self._own(there - {self._names.owner}, names, ())
         else:
-            own = self._own(there, names, self._files)
-        if not own <= {*self._files, self._names.owner}:  # of another save, which was faster
-            self._files = sorted({*self._files, *own} - {self._names.owner})
+            to_replace = self._own(there, names, self._files)
+        if not to_replace <= {*self._files, self._names.owner}:  # of another save, which was faster
+            self._files = sorted({*self._files, *to_replace} - {self._names.owner})
             self._put()
         self._cleared = True
-        self._clear(own - {self._names.owner})
+        self._clear(to_replace - {self._names.owner})
 
     def _acquire_once(self, names: Sequence[str]) -> tuple[Lease, set[str], bool]:
         """Writes the owner file after `check_free`.
@@ -270,8 +270,8 @@ class OwnerFile:
         Returns:
             What the owner file says then, the names of the files there, and whether the store has decided.
         """
-        own, is_fresh = self._seen
-        self._files = sorted({*names, *own} - {self._names.owner})
+        to_replace, is_fresh = self._seen
+        self._files = sorted({*names, *to_replace} - {self._names.owner})
         self._put(fresh=is_fresh)
         decided = self.decides and is_fresh
         if not decided:
@@ -327,25 +327,25 @@ class OwnerFile:
             CheckpointExists: As for `check_free`.
             OptionError: As for `check_free`.
         """
-        names, own = self._names, there & {self._names.owner, *listed}
+        names, to_replace = self._names, there & {self._names.owner, *listed}
         if names.record in there:
             if not self._overwrite:
                 raise CheckpointExists(f"{self._url} exists: pass {names.to_replace} to replace it")
             record = self._bucket.get(self.keys.published(names.record))
-            own |= names.own(there, [record or b""])
+            to_replace |= names.own(there, [record or b""])
         else:
             is_other = self._overwrite and not there.isdisjoint(names.others)
             if is_other:
-                own |= names.own(there, [])
-            foreign = sorted(there - own)
+                to_replace |= names.own(there, [])
+            foreign = sorted(there - to_replace)
             if foreign and not self._overwrite:
                 raise CheckpointExists(f"{self._url} is not empty: {foreign[:5]}")
             if foreign and names.owner not in there and not is_other:
                 raise OptionError(
                     f"{self._url} has no {names.record}: overwrite=True replaces only checkpoints of fastload"
                 )
-        kept_names(self._url, there, own, written, names)
-        return own
+        kept_names(self._url, there, to_replace, written, names)
+        return to_replace
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes published files, the record first."""
@@ -530,7 +530,7 @@ class ObjectTarget:
 
         at_once(
             *(partial(publish_file, name) for name in sorted(self._sizes)),
-            *(partial(put, *each) for each in others),
+            *(partial(put, *named) for named in others),
         )
         with self._errors(""):
             at_once(self._require_files, owner.require)

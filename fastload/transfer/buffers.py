@@ -175,7 +175,7 @@ class Buffers:
         view, route = self._view_of(plan), self._route
         outgoing = chunk.outgoing if chunk is not None else ()
         incoming = [(message, route(message)) for message in view.incoming(index)]
-        incoming.sort(key=lambda each: each[1].num_hops)
+        incoming.sort(key=lambda routed: routed[1].num_hops)
         slot = number % len(self._buffers)
         room = self._buffers[slot]
         room.begin(self._memory.buffer(slot, self._rank))

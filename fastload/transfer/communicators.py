@@ -197,9 +197,9 @@ def broadcast(communicator: Any, data: Tensor, root: int) -> Any:
     return communicator.broadcast([data], options)
 
 
-def all_gather(communicator: Any, own: Tensor, into: Tensor) -> Any:
+def all_gather(communicator: Any, part: Tensor, into: Tensor) -> Any:
     """Gathers equally long tensors of all members, in their order; returns its work."""
-    return communicator._allgather_base(into, own, _on_this_stream(dist.distributed_c10d.AllgatherOptions()))
+    return communicator._allgather_base(into, part, _on_this_stream(dist.distributed_c10d.AllgatherOptions()))
 
 
 def _on_this_stream(options: Any) -> Any:

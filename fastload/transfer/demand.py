@@ -381,7 +381,7 @@ def _segments(
 ) -> Iterator[tuple[int, int, dict[Ranks, Part]]]:
     """Yields the segments of a tensor: begin, end, and what each set of recipients requests there."""
     covers = [(part, list(_covers(part, nbytes))) for part in ranks_of]
-    cuts = {bound for _, ranges in covers for each in ranges for bound in each}
+    cuts = {bound for _, ranges in covers for bounds in ranges for bound in bounds}
     if block_bytes:
         cuts = {bound // block_bytes * block_bytes for bound in cuts} | {
             min(-(-bound // block_bytes) * block_bytes, nbytes) for bound in cuts

@@ -222,11 +222,11 @@ class _Connection:
 
     def address(self) -> bytes:
         """Returns the address of this end, as Gloo publishes it."""
-        return self._addresses.own.result(self._timeout_s)
+        return self._addresses.here.result(self._timeout_s)
 
     def begin(self) -> None:
         """Begins to connect to the peer; from then on only the timeout ends the thread."""
-        self._addresses.other.set_result(self.peer)
+        self._addresses.there.set_result(self.peer)
 
     def group(self, give_up: Callable[[], bool]) -> Any:
         """Returns the group of both ends, once they are connected; errors are those of `Links.connect`."""
@@ -239,7 +239,7 @@ class _Connection:
 
     def give_up(self) -> None:
         """Ends the thread."""
-        self._addresses.other.cancel()
+        self._addresses.there.cancel()
 
 
 class _Addresses(dist.Store):
@@ -252,11 +252,11 @@ class _Addresses(dist.Store):
     def __init__(self, end: int) -> None:
         super().__init__()
         self._end = end
-        self.own: Future[bytes] = Future()
-        self.other: Future[bytes] = Future()
+        self.here: Future[bytes] = Future()
+        self.there: Future[bytes] = Future()
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self.own.set_result(bytes(value))
+        self.here.set_result(bytes(value))
 
     def get(self, key: str) -> bytes:
         return self._address(key).result()
@@ -266,7 +266,7 @@ class _Addresses(dist.Store):
             self._address(key).result(timeout.total_seconds())
 
     def _address(self, key: str) -> Future[bytes]:
-        return self.own if key.endswith(f"/{self._end}") else self.other
+        return self.here if key.endswith(f"/{self._end}") else self.there
 
 
 def _devices() -> list[Any]:

@@ -354,7 +354,7 @@ class Grid:
         num_hosts = prod(self.dims)
         partner, extra = host % num_hosts, range(num_hosts, num_hosts + self._num_extra)
         if phase == 0:
-            hosts = [partner, *(each for each in extra if each % num_hosts == partner)]
+            hosts = [partner, *(host for host in extra if host % num_hosts == partner)]
         elif host in extra and phase < len(self.dims):
             hosts = [host]
         else:
@@ -362,7 +362,7 @@ class Grid:
             first = partner - partner // unit % size * unit
             hosts = list(range(first, first + size * unit, unit))
             if phase == len(self.dims):
-                hosts += [each for each in extra if each % num_hosts in hosts]
+                hosts += [host for host in extra if host % num_hosts in hosts]
         return tuple(self.ranks[host * self.num_locals + local] for host in hosts)
 
     def in_order(self, readers: Sequence[int]) -> list[int]:

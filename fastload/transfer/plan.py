@@ -618,8 +618,8 @@ class TransferPlan:
         """Returns the byte ranges of a chunk, in order."""
         byte_ranges = []
         for index, begin, end in self._space.cut(chunk.start, chunk.nbytes):
-            each = self.ranges[index]
-            byte_ranges.append(ByteRange(each.file, each.offset + begin, end - begin, each.start + begin))
+            whole = self.ranges[index]
+            byte_ranges.append(ByteRange(whole.file, whole.offset + begin, end - begin, whole.start + begin))
         return byte_ranges
 
     def without(
@@ -747,7 +747,9 @@ class TransferView:
     def _message(
         self, reader: int, chunk: Chunk, byte_ranges: Sequence[ByteRange], pieces: list[Runs]
     ) -> Message:
-        ranges = [(each.start, each.nbytes) for each in byte_ranges] if self._is_wanted else []
+        ranges = (
+            [(byte_range.start, byte_range.nbytes) for byte_range in byte_ranges] if self._is_wanted else []
+        )
         return Message(reader, self._plan.recipients, chunk.nbytes, joined(ranges), pieces)
 
 
@@ -789,7 +791,7 @@ def plan_transfer(
     blocks = _blocks(wanted, block_bytes)
     longest = _longest_bytes(blocks)
     ranges = merged(wanted)
-    total_bytes = sum(each.nbytes for each in ranges)
+    total_bytes = sum(byte_range.nbytes for byte_range in ranges)
     num_readers, exchanges = len(readers), _exchanges(readers, recipients)
     few = RoundSize(min(num_readers, _FEW_READERS) if exchanges else 1, exchanges, longest, True, num_sharing)
     least_bytes = max(min(chunk_bytes or _LEAST_CHUNK_BYTES, -(-total_bytes // num_readers)), longest)
@@ -826,7 +828,7 @@ def _exchanges(readers: Ranks, recipients: Ranks) -> bool:
 
 
 def _blocks(wanted: Sequence[HasRange], block_bytes: int) -> Blocks | None:
-    filled = [each for each in wanted if each.nbytes] if block_bytes else []
+    filled = [byte_range for byte_range in wanted if byte_range.nbytes] if block_bytes else []
     return Blocks(Space(filled), block_bytes) if filled else None
 
 

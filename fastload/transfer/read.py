@@ -178,7 +178,7 @@ class CachedBytes:
 
     def lacking(self, byte_ranges: Iterable[ByteRange]) -> list[ByteRange]:
         """Returns the parts of byte ranges that are not cached."""
-        return [part for each in byte_ranges for part, data in self.cut(each) if data is None]
+        return [part for byte_range in byte_ranges for part, data in self.cut(byte_range) if data is None]
 
     def cut(self, byte_range: ByteRange) -> Iterator[tuple[ByteRange, Tensor | None]]:
         """Cuts a byte range into parts, each with its bytes, or None if they are not cached."""
@@ -235,7 +235,7 @@ class Guards:
         self._guards = manifest.guards
         guarded = {(guard.file, guard.offset) for guard in manifest.guards}
         # Views of one storage may begin anywhere within it.
-        self._inner = {(each.file, each.offset) for each in manifest.extents} - guarded
+        self._inner = {(extent.file, extent.offset) for extent in manifest.extents} - guarded
         self._heads = manifest.heads
         self._in_parts = in_parts
         self._seen = set[int]()
@@ -457,13 +457,13 @@ class BackgroundReads:
         self.reader = reader
         self._parts: list[tuple[ByteRange, Tensor]] = []
         self._reads: deque[Future[None]] = deque()
-        rest = allocate_staging(sum(each.nbytes for chunk in chunks for each in chunk), pinned=False)
+        rest = allocate_staging(sum(wanted.nbytes for chunk in chunks for wanted in chunk), pinned=False)
         for chunk in filter(None, chunks):
-            nbytes = sum(each.nbytes for each in chunk)
+            nbytes = sum(wanted.nbytes for wanted in chunk)
             self._reads.append(reader.submit(chunk, [host_view(rest[:nbytes])]))
-            for each in chunk:
-                self._parts.append((each, rest[: each.nbytes]))
-                rest = rest[each.nbytes :]
+            for wanted in chunk:
+                self._parts.append((wanted, rest[: wanted.nbytes]))
+                rest = rest[wanted.nbytes :]
 
     @property
     def is_done(self) -> bool:

@@ -103,13 +103,11 @@ class Supply:
 
     def lacking(self, ranges: Iterable[HasRange]) -> int:
         """Returns how many bytes of these no rank has."""
-        return sum(
-            each.nbytes
-            - sum(
-                supplied.nbytes for supplied in self.within(each.file, each.offset, each.offset + each.nbytes)
-            )
-            for each in ranges
-        )
+        lacking = 0
+        for wanted in ranges:
+            supplied = self.within(wanted.file, wanted.offset, wanted.offset + wanted.nbytes)
+            lacking += wanted.nbytes - sum(byte_range.nbytes for byte_range in supplied)
+        return lacking
 
     def pools(
         self, sharing: SharingGroups, wanted: Sequence[Sequence[tuple[int, int]]], readers: Collection[int]
@@ -429,7 +427,7 @@ class _RoundBytes:
             by_round = list(accumulate(of_group))
             for rank in received_by.keys() & set(ranks):
                 received_by[rank].append(by_round)
-        most = (max(map(sum, zip(*each, strict=True))) for each in received_by.values() if each)
+        most = (max(map(sum, zip(*sizes, strict=True))) for sizes in received_by.values() if sizes)
         return self._with_own(longest, max(most, default=0))
 
     def _with_own(self, longest: int, received: int) -> int:
@@ -542,8 +540,8 @@ class RoutedView:
         self._plan = plan
         self._rank = rank
         wanted = {group for group, ranks in enumerate(plan.sharing.requesters) if rank in ranks}
-        own = plan.shares_of.get(rank, ())
-        self._spaces = plan.sharing.spaces(sorted({*wanted, *(share.group for share in own)}))
+        shares_here = plan.shares_of.get(rank, ())
+        self._spaces = plan.sharing.spaces(sorted({*wanted, *(share.group for share in shares_here)}))
         self._suppliers = {
             reader: requested
             for reader, shares in plan.shares_of.items()
