@@ -73,20 +73,20 @@ def extension_module(name: str) -> ModuleType:
         raise OptionError(f"this needs {path}, which this installation of fastload lacks") from None
 
 
-def extension(kind: str, name: str, what: str) -> Any:
+def extension(kind: str, name: str, user: str) -> Any:
     """Imports an extension.
 
     Args:
         kind: As for `extensions`.
         name: Its name.
-        what: The work that needs it, for messages.
+        user: The work that needs it, for messages.
 
     Raises:
         OptionError: It is not installed, or cannot be imported.
     """
     known = find(kind, name)
     if known is None:
-        raise OptionError(f"{what} needs the extension {name!r}, {not_installed(kind, name)}")
+        raise OptionError(f"{user} needs the extension {name!r}, {not_installed(kind, name)}")
     return known.load()
 
 

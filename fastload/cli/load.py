@@ -102,8 +102,8 @@ def load(
     assert report is not None
     digests = None
     if digest:
-        what = "comparing digests"
-        with separate_call(None, what, timeout_s=options.timeout_s) as world, world.step() as step:
+        title = "comparing digests"
+        with separate_call(None, title, timeout_s=options.timeout_s) as world, world.step() as step:
             step.answer(state_digest(_local_tensors(state, sharded=sharding is not None)))
         digests = step.answers
     error = checkpoint.trace_error
@@ -128,8 +128,8 @@ def _all_names(manifest: fastload.Manifest, shared: list[TensorEntry]) -> list[s
 
 def _require_trace(rank: int, options: fastload.LoadOptions) -> None:
     """Checks on all ranks, before data move, that rank 0 can write the trace."""
-    what = f"checking that {options.trace} can be written"
-    with separate_call(None, what, timeout_s=options.timeout_s) as world, world.step():
+    title = f"checking that {options.trace} can be written"
+    with separate_call(None, title, timeout_s=options.timeout_s) as world, world.step():
         if rank == 0:
             require_writable(locate(options.trace).url)
 

@@ -206,13 +206,13 @@ class StateEncoder:
 
     def _coded(self, value: Any, name: str) -> Any:
         local = local_of(value) if isinstance(value, Tensor) else value
-        what = _name(value) if local is value else f"a DTensor whose local tensor is {_name(local)}"
+        kind = _name(value) if local is value else f"a DTensor whose local tensor is {_name(local)}"
         try:
             encoded = encode_with_extensions(value)
         except NotPlain as error:
-            return self._refuse(what, str(error))
+            return self._refuse(kind, str(error))
         if encoded is None:
-            return self._refuse(what, _why_not_kept(local))
+            return self._refuse(kind, _why_not_kept(local))
         codec, header, parts = encoded
         tensors = (local_of(part) for part in parts.values() if isinstance(part, Tensor))
         self._objects.uncounted.update(map(_address, tensors))  # torch counts changes of the value only

@@ -198,14 +198,14 @@ def checked_text(body: dict[str, Any]) -> bytes:
 
 
 def parse_checked(
-    data: bytes, url: str, what: str, name: str, keys: Mapping[int, Collection[str]]
+    data: bytes, url: str, kind: str, name: str, keys: Mapping[int, Collection[str]]
 ) -> dict[str, Any]:
     """Parses what `checked_text` returned; untrusted.
 
     Args:
         data: The text.
         url: The file, for messages.
-        what: Its kind, for messages.
+        kind: Its kind, for messages.
         name: Its ``format``.
         keys: The keys of each known ``version``, besides the checksum.
 
@@ -218,7 +218,7 @@ def parse_checked(
         ChecksumError: It is damaged.
     """
     try:
-        raw = parse_json(data, f"{url}: {what}", any_int=True)
+        raw = parse_json(data, f"{url}: {kind}", any_int=True)
     except ManifestError as error:  # every version writes a JSON object with a checksum
         error.is_damage = True
         raise
@@ -228,10 +228,10 @@ def parse_checked(
     try:
         computed = checksum(canonical(raw)).hex()
     except (ValueError, RecursionError) as error:  # 1e999 is an infinity once it is parsed
-        raise ManifestError(f"{url}: {what} cannot be checked: {error}", is_damage=True) from None
+        raise ManifestError(f"{url}: {kind} cannot be checked: {error}", is_damage=True) from None
     if claimed != computed:
         raise ChecksumError(
-            f"{url}: the {what} is damaged: checksum {show(claimed)} expected, {computed!r} found"
+            f"{url}: the {kind} is damaged: checksum {show(claimed)} expected, {computed!r} found"
         )
     version = raw.get("version")
     if raw.get("format") != name or type(version) is not int or version not in keys:
@@ -262,26 +262,26 @@ def _parse_file(fields: Any) -> RecordedFile:
     return RecordedFile(name, nbytes, header_bytes, header_checksum, checksums)
 
 
-def parse_checksums(text: Any, what: str = "checksums") -> bytes:
+def parse_checksums(text: Any, key: str = "checksums") -> bytes:
     """Returns the checksums of blocks from their hex digits.
 
     Raises:
         ValueError: They are something else.
     """
-    checksums = _unhex(text, what)
+    checksums = _unhex(text, key)
     if len(checksums) % CHECKSUM_BYTES:
-        raise ValueError(f"{what} are not of {2 * CHECKSUM_BYTES} hex digits each")
+        raise ValueError(f"{key} are not of {2 * CHECKSUM_BYTES} hex digits each")
     return checksums
 
 
-def _unhex(text: Any, what: str) -> bytes:
+def _unhex(text: Any, key: str) -> bytes:
     """Returns the bytes that lower-case hex digits stand for."""
     try:
         value = bytes.fromhex(text)
     except (TypeError, ValueError):
         value = None
     if value is None or value.hex() != text:  # fromhex takes blanks and capitals too
-        raise ValueError(f"{what} is not hex digits: {show(text)}")
+        raise ValueError(f"{key} is not hex digits: {show(text)}")
     return value
 
 
@@ -369,8 +369,8 @@ def require_strides(
     for name, given in strides.items():
         shape = shapes.get(name)
         if shape is None or len(shape) != len(given) or not is_dense(shape, given):
-            what = "there is no such tensor" if shape is None else f"not those of a tensor of {list(shape)}"
-            raise ManifestError(f"{where}: strides {show(list(given))} of {show(name)}: {what}")
+            problem = "there is no such tensor" if shape is None else f"the tensor has shape {list(shape)}"
+            raise ManifestError(f"{where}: strides {show(list(given))} of {show(name)}: {problem}")
 
 
 def record_digest(storage: Storage) -> str:

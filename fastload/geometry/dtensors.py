@@ -257,11 +257,11 @@ class DTensorRanks:
         if is_dtensor(tensor):
             sharded: Any = tensor
             mesh, local = sharded.device_mesh, local_of(sharded)
-            what = (id(mesh), sharded.shape, sharded.placements, type(local), local.shape)
-            if what not in self._fitting:  # layers are alike
+            key = (id(mesh), sharded.shape, sharded.placements, type(local), local.shape)
+            if key not in self._fitting:  # layers are alike
                 problems = list(self._dtensor_misfits(name, sharded, local))
                 if not problems:
-                    self._fitting[what] = mesh
+                    self._fitting[key] = mesh
                 yield from problems
         elif hasattr(tensor, "local_shards"):
             yield (

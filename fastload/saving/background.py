@@ -158,8 +158,8 @@ class SaveHandle:
         SaveHandle._in_doubt = False
 
     def _complaint(self) -> str:
-        what = "the save" if self.report is None else "on_report, after the save"
-        return f"{what} to {self._url} failed: {type(self._error).__name__}: {self._error}"
+        failing = "the save" if self.report is None else "on_report, after the save"
+        return f"{failing} to {self._url} failed: {type(self._error).__name__}: {self._error}"
 
     def _run(self, save: Callable[[], FinishedSave | None]) -> None:
         try:

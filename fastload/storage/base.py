@@ -389,8 +389,6 @@ class Target(Protocol):
 
     Attributes:
         url: Where the checkpoint will be, for messages.
-        shared: Whether every host writes to the same place (object store, network file system), as far
-            as storage can tell.
         ordered: Whether the writes of one file must be started in order of their offsets: each waits
             for those before it.
         writes_at_once: Writes under way on each rank with which storage is fast.
@@ -398,9 +396,6 @@ class Target(Protocol):
 
     @property
     def url(self) -> str: ...
-
-    @property
-    def shared(self) -> bool: ...
 
     @property
     def ordered(self) -> bool: ...

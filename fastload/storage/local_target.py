@@ -55,10 +55,6 @@ class LocalTarget:
     def url(self) -> str:
         return self.destination.path
 
-    @property
-    def shared(self) -> bool:
-        return is_network(self._kind)
-
     @cached_property
     def _kind(self) -> str:
         return file_system_type(self.url)
@@ -104,7 +100,7 @@ class LocalTarget:
             self._gather(pending.open_data(path), path, ticket["files"])
 
     def _gather(self, folder: int, path: str, sizes: Mapping[str, int]) -> None:
-        auto = self._io == "auto" and self._kind not in IN_MEMORY_TYPES and not self.shared
+        auto = self._io == "auto" and self._kind not in IN_MEMORY_TYPES and not is_network(self._kind)
         self._sizes = dict(sizes)
         self._files = LocalFiles(
             folder, os.path.join(path, pending.DATA), self.written, directly=auto or self._io == "direct"

@@ -385,8 +385,6 @@ class ObjectTarget:
         uploads: The uploads of large files.
     """
 
-    shared = True
-
     def __init__(self, url: str, bucket: WritableStorage, name: str, names: Names, uploads: Uploads) -> None:
         self.url = url
         self._bucket = bucket

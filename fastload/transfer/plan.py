@@ -389,15 +389,15 @@ def _require_fit(
     if depth < (2 if size.num_sharing > 1 else 1):
         longest = size.longest_block_bytes
         why = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
-        what = named_chunk(chunk_bytes, "one round", is_given=is_given)
-        raise OptionError(f"{what} does not fit into {named_staging(staging_bytes)}{why}")
+        chunk = named_chunk(chunk_bytes, "one round", is_given=is_given)
+        raise OptionError(f"{chunk} does not fit into {named_staging(staging_bytes)}{why}")
 
 
-def named_chunk(chunk_bytes: int, what: str, *, is_given: bool) -> str:
+def named_chunk(chunk_bytes: int, cause: str, *, is_given: bool) -> str:
     """Returns what a chunk is too long for, as an error names it: its length as an option only if given."""
     if is_given:
-        return f"chunk_bytes={chunk_bytes}: {what}"
-    return f"{what} in chunks of {chunk_bytes} bytes, the least possible,"
+        return f"chunk_bytes={chunk_bytes}: {cause}"
+    return f"{cause} in chunks of {chunk_bytes} bytes, the least possible,"
 
 
 _FEW_READERS = 8

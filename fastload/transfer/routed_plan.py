@@ -462,9 +462,9 @@ class _RoundBytes:
         if depth < 1:
             blocks, num_readers = self._sharing.block_bytes, max(map(len, self._suppliers), default=0)
             why = f" (checksum blocks have {blocks}: verify=False reads without)" if blocks else ""
-            what = f"what comes from {num_readers} readers at once"
-            what = named_chunk(chunk_bytes, what, is_given=is_given)
-            raise OptionError(f"{what} does not fit into {named_staging(staging_bytes)}{why}")
+            cause = f"what comes from {num_readers} readers at once"
+            cause = named_chunk(chunk_bytes, cause, is_given=is_given)
+            raise OptionError(f"{cause} does not fit into {named_staging(staging_bytes)}{why}")
         return chunk_bytes, depth, buffer_bytes, staging_bytes
 
 

@@ -72,10 +72,8 @@ class TestFsspecMemory(TargetContract):
     def leftovers(self, root: str) -> list[str]:
         return hidden(fsspec.filesystem("memory").find(root.removeprefix("memory://")))
 
-    def test_it_is_shared(self, url: str) -> None:
-        target = self.target(url)
-        assert isinstance(target, ObjectTarget)
-        assert target.shared
+    def test_it_is_of_objects(self, url: str) -> None:
+        assert isinstance(self.target(url), ObjectTarget)
 
 
 class TestFsspecFiles(TargetContract):

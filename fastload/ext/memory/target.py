@@ -65,7 +65,6 @@ class MemoryTarget:
 
     ordered = False
     writes_at_once = DEFAULT_WRITES
-    shared = True
 
     def __init__(
         self, folder: JobFolder, name: str, url: str, unit: Callable[[int], int | None] = lambda _: None

@@ -84,8 +84,8 @@ def _parse_entry(name: str, fields: Any, file: int, data_offset: int) -> TensorE
     begin, end = offsets
     nbytes = _count_bytes(dtype, shape)
     if nbytes != end - begin:
-        what = f"{dtype} of shape {show(shape)}"
-        raise ValueError(f"{what} takes {nbytes} bytes, data_offsets {offsets} hold {end - begin}")
+        described = f"{dtype} of shape {show(shape)}"
+        raise ValueError(f"{described} takes {nbytes} bytes, data_offsets {offsets} hold {end - begin}")
     return TensorEntry(name, dtype, tuple(shape), file, data_offset + begin, nbytes)
 
 
@@ -108,9 +108,9 @@ def _check_tiling(tensors: Sequence[TensorEntry], data_offset: int, file_nbytes:
     end = data_offset
     for entry in tensors:
         if entry.offset != end:
-            what = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
+            problem = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
             raise ManifestError(
-                f"{url}: tensor {show(entry.name)} {what}: it begins at data offset"
+                f"{url}: tensor {show(entry.name)} {problem}: it begins at data offset"
                 f" {entry.offset - data_offset}, not at {end - data_offset}"
             )
         end += entry.nbytes
