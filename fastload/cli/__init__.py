@@ -19,7 +19,6 @@ except ImportError as error:
 
 import fastload
 from fastload.cli.console import CommandGroup
-from fastload.cli.load import load, verify
 from fastload.errors import OptionError
 
 __all__ = ["main"]
@@ -48,7 +47,3 @@ def main(verbose: int, modules: tuple[str, ...]) -> None:
             import_module(module)
         except Exception as error:
             raise OptionError(f"--import {module}: {type(error).__name__}: {error}") from error
-
-
-for _command in (load, verify):
-    main.add_command(_command)

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+import fastload
 from fastload.base.registry import extensions
+from fastload.comm.launch import initialize
 from fastload.errors import FastloadError, OptionError, PeerError
 
 Command = Callable[..., Any]
@@ -31,18 +33,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 class CommandGroup(click.Group):
     """Commands whose errors become one line on stderr, a JSON object with ``--json``, and an exit status.
 
-    The status is 2 for invalid options or arguments, and 1 for other errors. Packages bring more commands as
-    entry points of the group ``fastload.commands``, which are imported when they are called.
+    The status is 2 for invalid options or arguments, and 1 for other errors. All commands are extensions, or
+    entry points of other packages in the group ``fastload.commands``; they are imported when they are called.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all commands."""
-        return sorted({*self.commands, *extensions("commands")})
+        return sorted(extensions("commands"))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Returns a command, one that fails when it is called if it cannot be imported; None without one."""
-        if cmd_name in self.commands:
-            return self.commands[cmd_name]
         if not (known := extensions("commands")):  # those of fastload are missing, too
             raise OptionError(f"{cmd_name}: this fastload is not installed completely: install it again")
         if cmd_name not in known:
@@ -147,6 +147,27 @@ def print_json(fields: Mapping[str, Any], error: FastloadError | None = None) ->
     """Prints the JSON object of a command on one line, with the error of the command, if any."""
     click.echo(json.dumps({**fields, **(_error_as_json(error, str(error)) if error else {})}))
     click.get_current_context().meta[_AS_JSON] = False
+
+
+def read_all(read: Callable[..., fastload.VerifyReport], path: str, what: str, *, as_json: bool) -> None:
+    """Reads a complete checkpoint on all ranks, and prints the report.
+
+    Args:
+        read: Reads it.
+        path: The checkpoint.
+        what: What the ranks do, for the progress.
+        as_json: Whether to print JSON.
+    """
+    rank, _ = initialize()
+    set_rank(rank)
+    with progress(rank, shown=not as_json, what=what) as show:
+        report = read(path, options=fastload.LoadOptions(progress=show))
+    if rank:
+        return
+    if as_json:
+        print_json(report.to_dict())
+        return
+    click.echo(report)
 
 
 def stdout() -> Console:

@@ -14,6 +14,7 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "doctor": "fastload.planning.commands.doctor:doctor",
         "flush": "fastload.ext.memory.command:flush",
         "inspect": "fastload.ext.listings:inspect",
+        "load": "fastload.ext.load_verify:load",
         "ls": "fastload.ext.listings:ls",
         "plan": "fastload.planning.commands.plan:plan",
         "prune": "fastload.ext.listings:prune",
@@ -22,6 +23,7 @@ EXTENSIONS: Mapping[str, Mapping[str, str]] = {
         "size": "fastload.planning.commands.size:size",
         "stage": "fastload.ext.staging.command:stage",
         "timeline": "fastload.ext.traces.timeline:timeline",
+        "verify": "fastload.ext.load_verify:verify",
     },
     "digests": {  # of replicas on accelerators, to compare them
         "devices": "fastload.ext.device_digests:PendingDigests",

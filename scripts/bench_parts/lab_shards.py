@@ -17,7 +17,7 @@ from bench_parts.baselines import State
 from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned, prefetch
 from bench_parts.tables import AS_IT_WAS, DEQUANTISED, FLOOR
 from fastload import LoadOptions
-from fastload.cli.load import Sharding
+from fastload.ext.load_verify import Sharding
 from fastload.formats.state import state_digest
 
 _TP = 4

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fastload
 from bench_parts.lab_shards import LAYOUTS
-from fastload.cli.load import Sharding
+from fastload.ext.load_verify import Sharding
 from fastload.formats.state import state_digest
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fastload
 from fastload import CheckpointManager, LoadOptions, PerRank, SaveOptions
-from fastload.cli.load import load
 from fastload.errors import MismatchError, OptionError, PlanMismatch
+from fastload.ext.load_verify import load
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import mount_disk
 from tests.dist.test_manager import warned

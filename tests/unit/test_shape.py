@@ -15,7 +15,7 @@ MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong 
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
     "ext/formats/convert.py",
-    "cli/load.py",
+    "ext/load_verify.py",
     "planning/doctor/facts.py",
     "integrations/dcp/common.py",
     "integrations/dcp/reader.py",
@@ -222,8 +222,8 @@ def test_the_module_keeps_the_rules(module: str) -> None:
         ("transfer/read.py", "import os\nos.pread(3, 1, 0)"),
         ("transfer/read.py", "from os import preadv"),
         ("transfer/read.py", "import os.path\nos.path.exists('a')"),
-        ("cli/load.py", "from pathlib import Path"),
-        ("cli/load.py", "import shutil"),
+        ("ext/load_verify.py", "from pathlib import Path"),
+        ("ext/load_verify.py", "import shutil"),
         ("transfer/plan.py", "import time"),
         ("formats/manifest.py", "from torch import Tensor"),
         ("storage/local.py", "from functools import lru_cache"),
@@ -247,7 +247,7 @@ def test_a_breach_is_found(module: str, source: str) -> None:
         ("storage/process.py", "from functools import cache"),
         ("api.py", "import os\nimport torch\nos.fspath('a')\nos.path.join('a', 'b')\ntorch.empty(1)"),
         ("api.py", "def open(path): ...\nopen('a')"),
-        ("cli/load.py", "import fastload\nfastload.open('a')"),
+        ("ext/load_verify.py", "import fastload\nfastload.open('a')"),
         (
             "base/memory.py",
             f"class A:\n def b(self):\n  return [{', '.join(f'self.a{n}' for n in range(13))}]",

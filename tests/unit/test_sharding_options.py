@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from fastload.cli.load import Sharding
 from fastload.errors import OptionError
+from fastload.ext.load_verify import Sharding
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fastload.cli.console import json_option
-from fastload.cli.load import read_all
+from fastload.cli.console import json_option, read_all
 from fastload.ext.checksums import api
 
 

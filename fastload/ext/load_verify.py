@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from fastload.cli.console import (
     json_option,
     print_json,
     progress,
+    read_all,
     set_rank,
     source_options,
 )
@@ -151,27 +152,6 @@ def verify(path: str, as_json: bool) -> None:
     with 1.
     """
     read_all(fastload.verify, path, "verifying", as_json=as_json)
-
-
-def read_all(read: Callable[..., fastload.VerifyReport], path: str, what: str, *, as_json: bool) -> None:
-    """Reads a complete checkpoint on all ranks, and prints the report.
-
-    Args:
-        read: Reads it.
-        path: The checkpoint.
-        what: What the ranks do, for the progress.
-        as_json: Whether to print JSON.
-    """
-    rank, _ = initialize()
-    set_rank(rank)
-    with progress(rank, shown=not as_json, what=what) as show:
-        report = read(path, options=fastload.LoadOptions(progress=show))
-    if rank:
-        return
-    if as_json:
-        print_json(report.to_dict())
-        return
-    click.echo(report)
 
 
 @dataclass(frozen=True)
