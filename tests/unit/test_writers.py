@@ -15,7 +15,7 @@ from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Writer
 
-SIZES = (40, 8, 0, 12_000, 4, 96)  # in elements of float32
+SIZES = (40, 8, 0, 120, 4, 96, 33, 52)  # in elements of float32
 
 
 class Case:
@@ -31,14 +31,14 @@ class Case:
 
 
 class IntoTensors(Case):
-    """Tensors of the caller: adjacent ones, strided ones and casts in turn."""
+    """Tensors of the caller: pairs of plain ones, strided ones and casts in turn."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = {}
         for number, entry in enumerate(manifest.tensors):
             memory = torch.zeros(2 * entry.shape[0])
             kinds = memory[: entry.shape[0]], memory[::2], memory[::2].double()
-            self._tensors[entry.name] = kinds[number % 3]
+            self._tensors[entry.name] = kinds[number // 2 % 3]
         entries = zip(manifest.tensors, self._tensors.values(), strict=True)
         self.writer = TensorWriter([Destination(entry, torch.float32, tensor) for entry, tensor in entries])
 
