@@ -225,17 +225,6 @@ def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]
 
 
-def borrowed(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same memory, on any device, that does not keep it.
-
-    It may be used only while another tensor has that memory.
-    """
-    memory = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
 def byte_view(tensor: Tensor) -> Tensor:
     """Views a contiguous tensor's bytes as a flat uint8 tensor, whatever its dtype."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)

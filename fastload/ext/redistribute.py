@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastload.base.devices import DeviceStreams
-from fastload.base.memory import borrowed, uncollected
+from fastload.base.memory import uncollected
 from fastload.base.tracebacks import short_tracebacks
 from fastload.comm.failures import require_same
 from fastload.comm.group import Meeting, members_of
@@ -184,10 +184,21 @@ def _encode(state: Any) -> StateEncoding:
     return encoding
 
 
+def _borrowed(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same memory, on any device, that does not keep it.
+
+    It may be used only while another tensor has that memory.
+    """
+    memory = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def _borrowing(reader: StateReader) -> StateReader:
-    """Returns a reader of the same memory, which does not keep it; see `borrowed`."""
-    tensors = {name: borrowed(local_of(tensor)) for name, tensor in reader.tensors.items()}
-    parts = {name: [(box, borrowed(view)) for box, view in reader.parts_of(name)] for name in tensors}
+    """Returns a reader of the same memory, which does not keep it; see `_borrowed`."""
+    tensors = {name: _borrowed(local_of(tensor)) for name, tensor in reader.tensors.items()}
+    parts = {name: [(box, _borrowed(view)) for box, view in reader.parts_of(name)] for name in tensors}
     return reader.replaced(tensors, parts, reader.streams)
 
 
@@ -477,7 +488,7 @@ class KeptPlan:
         used = [*local, *(each.tensor for each in writer.destinations)]
         if inputs.key is None or not matched.match.is_in_place or not inputs.have(used):
             return None
-        destinations = [replace(each, tensor=borrowed(each.tensor)) for each in writer.destinations]
+        destinations = [replace(each, tensor=_borrowed(each.tensor)) for each in writer.destinations]
         world, reader = matched.opened.world, _borrowing(source.reader)
         call = _KeptCall(
             access=replace(source.access, storage=_connect(world, reader, source.shards)),
