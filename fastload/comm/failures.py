@@ -26,7 +26,7 @@ _OWN_RANK = re.compile(r" \(this is rank [^)]*\)")
 
 
 def joint_error(
-    what: str, decision: Decision, rank: int, own: Exception | None = None, *, hosts: Mapping[int, str]
+    what: str, decision: Decision, rank: int, error_here: Exception | None = None, *, hosts: Mapping[int, str]
 ) -> BaseException:
     """Returns the error that this rank raises for a decision in which some rank failed.
 
@@ -38,7 +38,7 @@ def joint_error(
         what: Name of the step.
         decision: The decision.
         rank: This rank.
-        own: Its error, if any.
+        error_here: Its error, if any.
         hosts: Host of each rank, where known.
     """
     failures = errors_of(decision, rank)
@@ -51,15 +51,15 @@ def joint_error(
     same = len({(type(error), _OWN_RANK.sub("", str(error), 1)) for error in failures.values()}) == 1
     everywhere = same and len(failures) == size
     # Errors of libraries come as `FastloadError` from other ranks.
-    is_fastload = all(isinstance(error, FastloadError) for error in (first, own) if error is not None)
+    is_fastload = all(isinstance(error, FastloadError) for error in (first, error_here) if error is not None)
     if (everywhere and (is_fastload or size == 1)) or all(map(blames_checkpoint, failures.values())):
-        return own if own is not None and (everywhere or rank == source) else first
+        return error_here if error_here is not None and (everywhere or rank == source) else first
     causes = "; ".join(f"{_label(rank, hosts)}: {_described(error)}" for rank, error in failures.items())
     joint = PeerError(
         f"{what} failed on {len(failures)} of {size} ranks (this is {_label(rank, hosts)}): {causes}",
         failures,
     )
-    joint.__cause__ = own
+    joint.__cause__ = error_here
     return joint
 
 
@@ -72,16 +72,16 @@ def errors_of(decision: Decision, rank: int) -> dict[int, BaseException]:
             if response is None and decision.left:
                 errors[later] = Interrupted("another rank has left")
             elif response is None:
-                errors[later] = late(decision.waited_s, own=later == rank)
+                errors[later] = late(decision.waited_s, is_here=later == rank)
             elif response["error"] is not None:
                 errors[later] = from_wire(response["error"])
         begin += count
     return errors
 
 
-def late(waited_s: float, *, own: bool) -> DeadlineExceeded:
+def late(waited_s: float, *, is_here: bool) -> DeadlineExceeded:
     """Returns the error of a rank, perhaps this one, that has not responded in time."""
-    if own:
+    if is_here:
         return DeadlineExceeded(f"came too late: the others waited {waited_s:.1f} s for it, and gave up")
     return DeadlineExceeded(
         f"did not answer within {waited_s:.1f} s: killed, stopped, stuck or cut off, "

@@ -153,7 +153,7 @@ class ModuleRestore(NamedTuple):
     Attributes:
         where: Its place in ``into=``.
         module: The module.
-        own: Its tensors by name.
+        tensors: Its tensors by name.
         given: The state dict: tensors of the module, once they are loaded, and saved values.
         derived: Names of its tensors that `load_state_dict` fills by itself.
         metadata: ``_metadata`` of the state dict.
@@ -161,7 +161,7 @@ class ModuleRestore(NamedTuple):
 
     where: str
     module: nn.Module
-    own: Mapping[str, TensorSlot]
+    tensors: Mapping[str, TensorSlot]
     given: Mapping[str, TensorSlot | SavedValue]
     derived: Sequence[str]
     metadata: SavedValue | None
@@ -308,7 +308,7 @@ def _state_dict(module: ModuleRestore, decoder: StateDecoder, loaded: Container[
         for source in module.given.values()
         if isinstance(source, TensorSlot)
     }
-    for name, slot in module.own.items():  # under the other names of tied tensors, too
+    for name, slot in module.tensors.items():  # under the other names of tied tensors, too
         is_given = name in state or name in module.derived or (id(slot.container), slot.key) in filled
         if not is_given and identity(_current(slot)) in loaded:
             state[name] = _current(slot)
@@ -328,7 +328,7 @@ def _copies_of_tied(module: ModuleRestore) -> list[tuple[str, str, TensorSlot, T
     in_place = {name: source for name, source in module.given.items() if isinstance(source, TensorSlot)}
     if not in_place or not module.derived:
         return []
-    others = {identity(_current(module.own[name])): name for name in module.derived}
+    others = {identity(_current(module.tensors[name])): name for name in module.derived}
     tied = [
         (name, others[key], slot, _current(slot).detach())
         for name, slot in in_place.items()
@@ -344,7 +344,7 @@ def _copies_of_tied(module: ModuleRestore) -> list[tuple[str, str, TensorSlot, T
 def _lost(module: ModuleRestore, given: Mapping[str, Any]) -> list[str]:
     """Returns a line for each value that the module's `load_state_dict` has replaced with another one."""
     tied: dict[object, dict[str, Any]] = {}
-    for name, slot in module.own.items():
+    for name, slot in module.tensors.items():
         if isinstance(module.given.get(name), SavedValue):
             tied.setdefault(identity(_current(slot)), {})[name] = _current(slot).detach()
     lines = []

@@ -420,7 +420,7 @@ def _drop_irrelevant_buffers(pairs: Pairs, *, in_parts: bool) -> None:
     if not pairs.unfilled:
         return
     filled = {id(slot.tensor) for _, slot in pairs.tensors}
-    filled |= {id(one.own[name].tensor) for one in pairs.modules for name in one.derived}
+    filled |= {id(one.tensors[name].tensor) for one in pairs.modules for name in one.derived}
     pairs.unfilled = [module for module in pairs.unfilled if module.matters(filled, in_parts=in_parts)]
 
 
@@ -435,7 +435,7 @@ def _replace_meta(
         OptionError: A slot cannot be assigned.
     """
     loaded = [slot for _, slot in pairs.tensors]
-    derived = [one.own[name] for one in pairs.modules for name in one.derived]
+    derived = [one.tensors[name] for one in pairs.modules for name in one.derived]
     real: dict[int, tuple[Tensor, list[TensorSlot]]] = {}
     for slot in (*loaded, *derived):
         if slot.tensor.is_meta and id(slot.tensor) not in real:

@@ -62,12 +62,12 @@ class Unfilled(NamedTuple):
     """A module with buffers on the meta device that no checkpoint holds.
 
     Attributes:
-        own: Its parameters and persistent buffers.
+        tensors: Its parameters and persistent buffers.
         certain: Buffers that nothing fills, by full name.
         possible: Buffers that a hook or a custom `load_state_dict` may fill, which is known after the load.
     """
 
-    own: Mapping[str, TensorSlot]
+    tensors: Mapping[str, TensorSlot]
     certain: Mapping[str, TensorSlot]
     possible: Mapping[str, TensorSlot]
 
@@ -78,7 +78,7 @@ class Unfilled(NamedTuple):
             filled: Ids of all tensors that are loaded.
             in_parts: Whether it may be loaded in several calls.
         """
-        tensors = [leaf.tensor for leaf in self.own.values()]
+        tensors = [leaf.tensor for leaf in self.tensors.values()]
         if in_parts and any(tensor.is_meta and id(tensor) not in filled for tensor in tensors):
             return False
         return any(id(tensor) in filled for tensor in tensors)
@@ -138,7 +138,7 @@ def _needs_fsdp_hook(submodule: nn.Module) -> bool:
 
 def fit(
     module: nn.Module,
-    own: Mapping[str, TensorSlot],
+    tensors: Mapping[str, TensorSlot],
     saved: Mapping[str, bool],
     stand_in: Callable[[str], Any],
     metadata: Mapping[str, Any],
@@ -147,13 +147,13 @@ def fit(
 
     Args:
         module: The module.
-        own: Its tensors, from `own_tensors`.
+        tensors: Its tensors, from `own_tensors`.
         saved: The names of saved values, and whether each is a tensor.
         stand_in: Returns the saved value of a name, with tensors that have no data.
         metadata: The metadata of the state dict, by name of the part.
     """
     nothing_known = Fit(
-        {}, fresh=list(saved), derived=list(own), errors=list(_wrong_state_dict_types(module))
+        {}, fresh=list(saved), derived=list(tensors), errors=list(_wrong_state_dict_types(module))
     )
     if _is_opaque(module):
         return nothing_known
@@ -166,26 +166,26 @@ def fit(
             return nothing_known
     extra = set(extra_names(module))
     return Fit(
-        in_place={name: name for name, is_tensor in saved.items() if is_tensor and name in own},
+        in_place={name: name for name, is_tensor in saved.items() if is_tensor and name in tensors},
         fresh=[name for name in saved if name in extra],
-        missing=[name for name in (*own, *extra) if name not in saved],
-        unexpected=[name for name in saved if name not in own and name not in extra],
+        missing=[name for name in (*tensors, *extra) if name not in saved],
+        unexpected=[name for name in saved if name not in tensors and name not in extra],
         errors=[
             f"{name}: into= has a tensor, the checkpoint something else"
             for name, is_tensor in saved.items()
-            if not is_tensor and name in own
+            if not is_tensor and name in tensors
         ],
     )
 
 
-def find_unfilled(module: nn.Module, prefix: str, own: Mapping[str, TensorSlot]) -> Unfilled | None:
+def find_unfilled(module: nn.Module, prefix: str, tensors: Mapping[str, TensorSlot]) -> Unfilled | None:
     """Returns the buffers of a module that no checkpoint can fill; None without any."""
     certain: dict[str, TensorSlot] = {}
     possible: dict[str, TensorSlot] = {}
     for name, leaf, is_possible in _unsaved(module, prefix, False):
         if leaf.tensor.is_meta:
             (possible if is_possible else certain)[name] = leaf
-    return Unfilled(own, certain, possible) if certain or possible else None
+    return Unfilled(tensors, certain, possible) if certain or possible else None
 
 
 def still_unfilled(modules: Sequence[Unfilled]) -> list[str]:

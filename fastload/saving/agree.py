@@ -124,8 +124,8 @@ def describe(call: SaveCall, state: Any) -> RankState:
         how, plain = _how(call, content), tensors.keys() - sharded.keys()
         digests = how.of(layout, shard_map, reader, world.rank, limit_s=world.patience_s, skip=plain)
     call.observers.follow({"snapshot": reader.watch})
-    own = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
-    return RankState(content, layout, reader, own, shard_map, digests, strides_of(tensors))
+    own_values = pack_own(description.own_values, description.own_tensors, world.rank, world.size)
+    return RankState(content, layout, reader, own_values, shard_map, digests, strides_of(tensors))
 
 
 def _how(

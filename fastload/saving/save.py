@@ -221,7 +221,7 @@ def published_response(
     begun: BegunSave,
     plan: SavePlan,
     written: WriteResult,
-    own: PerRankFiles,
+    rank_files: PerRankFiles,
     began: float,
     waited_s: float = 0.0,
 ) -> dict[str, Any]:
@@ -232,11 +232,11 @@ def published_response(
         begun: Its beginning.
         plan: What was written.
         written: How.
-        own: The files of the ranks' own values, on a rank that committed them.
+        rank_files: The files of the ranks' own values, on a rank that committed them.
         began: `time.perf_counter` of the commit.
         waited_s: Seconds until earlier saves were written.
     """
-    sizes, now = own.sizes(), time.perf_counter()
+    sizes, now = rank_files.sizes(), time.perf_counter()
     held_s = begun.snapshot.waited_s if begun.snapshot is not None else 0.0
     rank = SaveRankReport(
         rank=call.world.rank,

@@ -109,7 +109,8 @@ class Buffers:
             buffer_bytes = _with_directory(buffer_bytes)
         self._buffers = [_RoundBuffer() for _ in range(num_buffers)]
         memory.allocate(num_buffers, buffer_bytes)
-        self._own = _OwnMemory(memory, num_buffers, max(num_buffers, plan.num_own), own_bytes + PAGE_BYTES)
+        most = max(num_buffers, plan.num_own)
+        self._chunks = _ChunkMemory(memory, num_buffers, most, own_bytes + PAGE_BYTES)
 
     @property
     def nbytes(self) -> int:
@@ -118,10 +119,10 @@ class Buffers:
         If the ranks of a host share them, the part of one rank.
         """
         num_buffers = len(self._buffers)
-        part = self._plan.shared_part(num_buffers, self._own.nbytes(num_buffers))
+        part = self._plan.shared_part(num_buffers, self._chunks.nbytes(num_buffers))
         if part is not None:
             return part
-        return self._own.nbytes() + sum(buffer.most_bytes for buffer in self._buffers)
+        return self._chunks.nbytes() + sum(buffer.most_bytes for buffer in self._buffers)
 
     @property
     def _on_device(self) -> bool:
@@ -135,11 +136,11 @@ class Buffers:
 
     def release(self, number: int) -> None:
         """Frees the memory of the chunks of rounds up to this one, counted over all plans."""
-        self._own.release(self._memory.freed(number))
+        self._chunks.release(self._memory.freed(number))
 
     def drop(self, number: int) -> None:
         """Frees the memory of the chunks of rounds from this one on, which will not take place."""
-        self._own.drop(number)
+        self._chunks.drop(number)
 
     def prepare_chunk(self, plan: Plan, index: int, number: int) -> OwnChunk | None:
         """Chooses the memory for this rank's chunk of a round.
@@ -159,7 +160,7 @@ class Buffers:
         outgoing = [(message, self._route(message)) for message in view.outgoing(index)]
         if (direct := self._direct(outgoing, nbytes)) is not None:
             return OwnChunk(byte_ranges, direct, is_in_place=True, outgoing=outgoing)
-        if (memory := self._own.take(number, nbytes)) is None:
+        if (memory := self._chunks.take(number, nbytes)) is None:
             return None
         return OwnChunk(byte_ranges, [_as_in_file(memory, byte_ranges[0], nbytes)], outgoing=outgoing)
 
@@ -374,7 +375,7 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
     return pieces
 
 
-class _OwnMemory:
+class _ChunkMemory:
     """The memory of the chunks that this rank reads: parts of one length, those used last first.
 
     Args:
