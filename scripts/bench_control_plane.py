@@ -20,8 +20,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import click
-from bench_parts.control_plane import measure, measure_all, print_rows
+from bench_parts.control_plane import Work, measure, measure_all, print_rows
+from bench_parts.control_replay import be_all_others
 from bench_parts.trillion import OPTIMIZERS, Job
+
+from fastload.comm.tree import children_of
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,21 +32,37 @@ from bench_parts.trillion import OPTIMIZERS, Job
 @click.option("--pp", default=64, show_default=True, help="Stages of the pipeline.")
 @click.option("--dp", default=6, show_default=True, help="Data parallel ranks.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True)
-@click.option("--saves", default=2, show_default=True, help="Saves of the same state, before a load.")
+@click.option("--saves", default=2, show_default=True, help="Saves of the same state.")
+@click.option("--loads", default=1, show_default=True, help="Loads of it, afterwards.")
+@click.option("--staging", default=256, show_default=True, help="Staging of a load, in MiB.")
+@click.option("--replay", is_flag=True, help="Answers of other ranks are replayed, to rank 0 and another one.")
 @click.option("--processes", is_flag=True, help="Each rank is a process, and all are measured.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write it there.")
 def main(
-    tp: int, pp: int, dp: int, optimizer: str, saves: int, processes: bool, json_path: Path | None
+    tp: int,
+    pp: int,
+    dp: int,
+    optimizer: str,
+    saves: int,
+    loads: int,
+    staging: int,
+    replay: bool,
+    processes: bool,
+    json_path: Path | None,
 ) -> None:
-    """Measure ranks of a job that saves twice and loads."""
+    """Measure ranks of a job that saves and loads."""
     job = Job(tp, pp, dp)
+    work = Work(job, optimizer, saves, loads, staging << 20, replay)
     with tempfile.TemporaryDirectory(prefix="fastload-control-") as folder:
         if processes:
-            rows_of = measure_all(job, optimizer, Path(folder), num_saves=saves)
+            rows_of = measure_all(work, Path(folder))
             cpu_s = {at: sum(row["cpu_s"] for row in rows) for at, rows in rows_of.items() if at}
             rows_of = {at: rows_of[at] for at in (0, max(cpu_s, key=cpu_s.__getitem__))}
+        elif replay:
+            busiest = max(range(1, job.num_ranks), key=lambda rank: len(children_of(rank, job.num_ranks)))
+            rows_of = {rank: measure(work, rank, Path(folder), be_all_others) for rank in (0, busiest)}
         else:
-            rows_of = {0: measure(job, 0, optimizer, Path(folder), num_saves=saves)}
+            rows_of = {0: measure(work, 0, Path(folder))}
     print_rows(f"{job}, {job.num_ranks:,} ranks, {optimizer}", rows_of)
     if json_path:
         json_path.write_text(json.dumps(rows_of, indent=1) + "\n")

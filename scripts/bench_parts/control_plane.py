@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from fastload.comm import rendezvous, steps, tree
+from fastload.comm import world as world_module
 from fastload.comm.cache import ConnectionCache
 from fastload.comm.failures import require_same
 from fastload.comm.group import join_in
@@ -66,6 +69,7 @@ from .trillion import Job, state_of
 _TIMEOUT_S = 1800.0
 _STACK_BYTES = 1 << 20
 _NAMESPACE = "control plane"
+REPLAYED = "replayed"  # place of a replayed step in the code
 _FORM: Any = vars(StateContent)["form"]
 
 
@@ -122,6 +126,32 @@ def _count(tally: Tally) -> None:
     rendezvous.dist = SimpleNamespace(PrefixStore=prefixed)  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What all ranks do.
+
+    Attributes:
+        job: The ranks.
+        optimizer: See `state_of`.
+        num_saves: Saves of the same state.
+        num_loads: Loads of it, afterwards.
+        staging_bytes: Of a load.
+        is_replayed: Whether the answers of all ranks but one are replayed.
+    """
+
+    job: Job
+    optimizer: str
+    num_saves: int = 2
+    num_loads: int = 1
+    staging_bytes: int = LoadOptions().staging_bytes
+    is_replayed: bool = False
+
+    def calls(self) -> list[tuple[str, Callable[[World, Any, Path], None]]]:
+        """Returns the calls, each with its name."""
+        load = partial(_load, staging_bytes=self.staging_bytes)
+        return [("save", _save)] * self.num_saves + [("load", load)] * self.num_loads
+
+
 # Without bytes
 
 
@@ -169,7 +199,7 @@ class _Call(SaveCall):
 
 def _checksums_only(plan_: plan.SavePlan, writer: Any, assembler: Any) -> write.WriteReceipt:
     """In place of the write of a share; the leader writes the headers, for loads."""
-    if assembler is not None and plan_.group.leader == writer._world.rank:
+    if writer is not None and assembler is not None and plan_.group.leader == writer._world.rank:
         for file in plan_.state.layout.files:
             with open(Path(plan_.target.url, file.name), "r+b") as opened:
                 opened.write(file.header)
@@ -197,27 +227,44 @@ def _leave_out_bytes() -> None:
     match.overlaps = lambda tensor: False  # type: ignore[assignment]  # nothing is written into them
 
 
-def _save(world: World, state: Any, path: Path) -> None:
+def save_call(world: World, path: Path) -> SaveCall:
+    """Returns the call of a rank that saves to a folder."""
     options = SaveOptions(parts=True, overwrite=True, timeout_s=_TIMEOUT_S)
-    call = _Call(world, locate(path), {}, None, options, None, Observers(), time.perf_counter())
-    saving.save(call, state)
+    return _Call(world, locate(path), {}, None, options, None, Observers(), time.perf_counter())
+
+
+def _save(world: World, state: Any, path: Path) -> None:
+    saving.save(save_call(world, path), state)
     world.acknowledge()
 
 
-def _load(world: World, state: Mapping[str, Any], path: Path) -> None:
-    """Loads the shards of a state up to the first byte, and reports."""
-    options = LoadOptions(timeout_s=_TIMEOUT_S, strategy="allgather")
-    location = locate(path)
-    opened = open_access(world, location, None, options, {"path": location.given})
-    session = Session(world, opened, options, Observers())
+def load_options(staging_bytes: int) -> LoadOptions:
+    """Returns the options of a load."""
+    return LoadOptions(timeout_s=_TIMEOUT_S, strategy="allgather", staging_bytes=staging_bytes)
+
+
+def request_of(state: Mapping[str, Any]) -> BoxRequest:
+    """Returns the request for the shards of a state."""
     boxes = {name: list(shard.boxes) for name, shard in state.items() if isinstance(shard, Shard)}
-    job = prepare.prepare(session.opened, BoxRequest(boxes, cast=True))
-    report = RankReport(
+    return BoxRequest(boxes, cast=True)
+
+
+def load_report(world: World) -> RankReport:
+    """Returns the report of a rank."""
+    return RankReport(
         rank=world.rank, host=world.host, reader=True, bytes_read=1 << 32, read_s=1.5, exchange_s=1.25,
         total_s=1.75,
     )  # fmt: skip
+
+
+def _load(world: World, state: Mapping[str, Any], path: Path, staging_bytes: int) -> None:
+    """Loads the shards of a state up to the first byte, and reports."""
+    options, location = load_options(staging_bytes), locate(path)
+    opened = open_access(world, location, None, options, {"path": location.given})
+    session = Session(world, opened, options, Observers())
+    job = prepare.prepare(session.opened, request_of(state))
     with world.step("loading") as step:
-        step.answer({"report": Each(report.pack())})
+        step.answer({"report": Each(load_report(world).pack())})
     assert step.answers
     job.close()
     session.close()
@@ -227,15 +274,32 @@ def _load(world: World, state: Mapping[str, Any], path: Path) -> None:
 # The rank that is measured
 
 
-def _measured(
-    job: Job, rank: int, optimizer: str, port: int, path: Path, num_saves: int
-) -> list[dict[str, Any]]:
-    """Returns what each save costs this rank."""
+def _keep_links() -> None:
+    """Has the addresses that ranks have exchanged stand for links, which a second save finds again."""
+    find, close = links.Links.find, links.Wire.close
+
+    def found(self: Any, addresses: Any) -> None:
+        find(self, addresses)
+        for connections in self._opening.values():
+            for connection in connections:
+                connection.give_up()
+        self._groups, self._opening = self._groups | dict.fromkeys(self._opening, []), {}
+
+    links.Links.find = found  # type: ignore[method-assign]
+    links.Wire.close = lambda self, *, keep: close(self, keep=True)  # type: ignore[method-assign]
+
+
+def _measured(work: Work, rank: int, port: int, path: Path) -> list[dict[str, Any]]:
+    """Returns what each call costs this rank."""
     tally = Tally()
     _count(tally)
     _leave_out_bytes()
-    terms_of = prepare._terms_of
-    prepare._terms_of = lambda job: terms_of(job) | {"transport": ""}
+    terms_of, left_out = prepare._terms_of, {"transport": ""}
+    if work.is_replayed:
+        world_module._place = lambda: REPLAYED  # type: ignore[assignment]  # the others know none
+        left_out["plan"] = ""
+        _keep_links()
+    prepare._terms_of = lambda job: terms_of(job) | left_out
     prepare.accept_offers = lambda *given: None
     spent: defaultdict[str, float] = defaultdict(float)
     for module, name in (
@@ -252,21 +316,21 @@ def _measured(
         setattr(module, name, _timed(getattr(module, name), spent, name))
     store = _CountedStore(dist.TCPStore("127.0.0.1", port, is_master=False), tally)
     namespace: Any = rendezvous.dist.PrefixStore(_NAMESPACE, store)  # type: ignore[arg-type]
-    state, cache_ = state_of(job, rank, optimizer), ConnectionCache()
+    state, cache_ = state_of(work.job, rank, work.optimizer), ConnectionCache()
     rows = []
-    for what in [_save] * num_saves + [_load]:
+    for name, do in work.calls():
         for counter in (tally.num, tally.nbytes, tally.longest):
             counter.clear()
         spent.clear()
         before, began_s, began = forget_peak(), time.process_time(), time.perf_counter()
         world = join_in(
-            namespace, Member(rank, job.num_ranks), call="saving", timeout_s=_TIMEOUT_S, cache=cache_
+            namespace, Member(rank, work.job.num_ranks), call="saving", timeout_s=_TIMEOUT_S, cache=cache_
         )
         _place_on_host(world)
-        what(world, state, path)
+        do(world, state, path)
         rows.append(
             {
-                "what": what.__name__[1:],
+                "what": name,
                 "cpu_s": time.process_time() - began_s,
                 "wall_s": time.perf_counter() - began,
                 "peak_MiB": (peak_bytes() - before) / MIB,
@@ -333,14 +397,23 @@ class _Hub:
             assert self._decision is not None
             return self._decision
 
+    def exchange(self, number: int, step: int, proposals: Mapping[int, Proposal]) -> Decision:
+        """Brings the responses of all other ranks, and returns the decision."""
+        self._proposals = dict(proposals)
+        return self._exchange(number, step)
+
     def acknowledge(self, tag: tuple[int, int]) -> None:
         """Notes that a thread has ended its call."""
         with self._turn:
             self._num_acknowledged += 1
             if self._num_acknowledged == self._size - 1:
                 self._num_acknowledged = 0
-                for links in self._links.values():
-                    links.acknowledge(tag)
+                self.end(tag)
+
+    def end(self, tag: tuple[int, int]) -> None:
+        """Notes that all other ranks have ended a call."""
+        for links in self._links.values():
+            links.acknowledge(tag)
 
     def _exchange(self, number: int, step: int) -> Decision:
         tag, others = (number, step), self._proposals
@@ -424,7 +497,10 @@ class _HubRendezvous(StoreRendezvous):
 class _Wire:
     """The offer of a rank that is a thread: as long as a real one, to the ranks that it would connect to."""
 
-    def __init__(self, world: World, num_partners: int, measured: int) -> None:
+    def __init__(self, world: World, num_partners: int, measured: int, token: str = "") -> None:
+        self._token, self._at = token, ""
+        if token:
+            return
         near = {(world.rank + 1 + at) % world.size for at in range(num_partners)} | {measured}
         draw = random.Random(world.rank)  # Gloo's addresses differ in some bytes
         base = draw.randbytes(170)
@@ -432,7 +508,8 @@ class _Wire:
         self._at = links._packed(at)
 
     def offer(self) -> dict[str, Any]:
-        return {"token": "", "at": self._at, "listens": [["10.0.0.1", 40000]]}
+        listens = [["10.0.0.1", 40000]] if self._at else []
+        return {"token": self._token, "at": self._at, "listens": listens}
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Any]:
         return ()
@@ -440,8 +517,9 @@ class _Wire:
     def close(self, *, keep: bool) -> None: ...
 
 
-def _be_all_others(job: Job, measured: int, optimizer: str, port: int, path: Path, num_saves: int) -> None:
+def _be_all_others(work: Work, measured: int, port: int, path: Path) -> None:
     """Runs all ranks but one as threads. What is equal on all of them is computed once."""
+    job = work.job
     for module, name in ((steps, "split_parts"), (agree, "merge_states"), (agree, "differing_groups")):
         setattr(module, name, _once(getattr(module, name)))
 
@@ -482,14 +560,14 @@ def _be_all_others(job: Job, measured: int, optimizer: str, port: int, path: Pat
 
     def be(rank: int) -> None:
         try:
-            state = state_of(job, rank, optimizer)
-            for what in [_save] * num_saves + [_load]:
+            state = state_of(job, rank, work.optimizer)
+            for _, do in work.calls():
                 member, group = Member(rank, job.num_ranks), GroupState()
                 meeting = _HubRendezvous(hub, store, group, member, call="saving", timeout_s=_TIMEOUT_S)
                 world = World(meeting, cache=ConnectionCache())
                 _place_on_host(world)
                 meeting.begin()
-                what(world, state, path)
+                do(world, state, path)
         except BaseException as error:
             failed.append(error)
             raise
@@ -550,56 +628,82 @@ def _once(call: Callable[..., Any]) -> Callable[..., Any]:
             first = given[0] if given else None
             key = (len(first), hash(tuple(map(id, first)))) if isinstance(first, list) else id(first)
             if known.get("key") != key:
-                known.update(key=key, keep=first, value=call(*given, **more))
+                known.clear()
+                known.update(key=key, keep=first)
+                try:
+                    known["value"] = call(*given, **more)
+                except Exception as error:
+                    known["error"] = error.with_traceback(None)
+            if "error" in known:
+                raise known["error"]
             return known["value"]
 
     return once
 
 
-def measure(job: Job, rank: int, optimizer: str, folder: Path, *, num_saves: int = 2) -> list[dict[str, Any]]:
-    """Measures what some saves of the same state, and then a load, each cost one rank; others are threads.
+def measure(
+    work: Work, rank: int, folder: Path, be_others: Callable[[Work, int, int, Path], None] | None = None
+) -> list[dict[str, Any]]:
+    """Measures what each call costs one rank.
 
     Args:
-        job: The ranks.
+        work: The calls.
         rank: The rank.
-        optimizer: See `state_of`.
         folder: Where files with holes go.
-        num_saves: Number of saves.
+        be_others: Takes the part of all other ranks, given the calls, the rank, the port of the store, and
+            the checkpoint; None runs them as threads.
     """
     server, port = _serve()
+    path = folder / "saved"
     try:
-        child = _fork(job, rank, optimizer, port, folder, num_saves)
-        _be_all_others(job, rank, optimizer, port, folder / "saved", num_saves)
-        os.waitpid(child, 0)
+        children = [_fork(lambda: _measure(work, rank, port, folder))]
+        children.append(_fork(lambda: (be_others or _be_all_others)(work, rank, port, path)))
+        _await(children)
         return _rows_of(rank, folder)
     finally:
         _end(server)
 
 
-def measure_all(job: Job, optimizer: str, folder: Path, *, num_saves: int = 2) -> dict[int, Any]:
+def measure_all(work: Work, folder: Path) -> dict[int, Any]:
     """Measures the same on all ranks, each of them a process; returns the rows of each rank."""
     server, port = _serve()
+    ranks = range(work.job.num_ranks)
     try:
-        children = [_fork(job, rank, optimizer, port, folder, num_saves) for rank in range(job.num_ranks)]
-        for child in children:
-            os.waitpid(child, 0)
-        return {rank: _rows_of(rank, folder) for rank in range(job.num_ranks)}
+        _await([_fork(partial(_measure, work, rank, port, folder)) for rank in ranks])
+        return {rank: _rows_of(rank, folder) for rank in ranks}
     finally:
         _end(server)
 
 
-def _fork(job: Job, rank: int, optimizer: str, port: int, folder: Path, num_saves: int) -> int:
+def _fork(do: Callable[[], object]) -> int:
     if child := os.fork():
         return child
     code = 1
     try:
-        rows = _measured(job, rank, optimizer, port, folder / "saved", num_saves)
-        (folder / f"{rank}.json").write_text(json.dumps(rows))
+        do()
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _await(children: Sequence[int]) -> None:
+    """Waits for processes; ends the others if one fails."""
+    left = set(children)
+    while left:
+        child, status = os.wait()
+        if child in left:
+            left.remove(child)
+            if status:
+                for other in left:
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit("a process has failed")
+
+
+def _measure(work: Work, rank: int, port: int, folder: Path) -> None:
+    rows = _measured(work, rank, port, folder / "saved")
+    (folder / f"{rank}.json").write_text(json.dumps(rows))
 
 
 def _rows_of(rank: int, folder: Path) -> list[dict[str, Any]]:
