@@ -35,7 +35,7 @@ from fastload.comm.tree import children_of
 @click.option("--saves", default=2, show_default=True, help="Saves of the same state.")
 @click.option("--loads", default=1, show_default=True, help="Loads of it, afterwards.")
 @click.option("--staging", default=256, show_default=True, help="Staging of a load, in MiB.")
-@click.option("--replay", is_flag=True, help="Answers of other ranks are replayed, to rank 0 and another one.")
+@click.option("--replay", is_flag=True, help="Replays the answers of all others to rank 0 and one more.")
 @click.option("--processes", is_flag=True, help="Each rank is a process, and all are measured.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write it there.")
 def main(

@@ -220,10 +220,7 @@ class GatheringStep:
         sources = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
         with Step(world, self._what, self._place) as step:
             if world.rank == 0:
-                step.answer(attach=join_parts([self._take(rank) for rank in sources.values()]))
+                shown = world.take_shown(self._what, self._gathered, sources.values())
+                step.answer(attach=join_parts(shown))
         parts = dict(zip(sources, split_parts(step.attachment), strict=True))
         return [parts[digest] for digest in digests]
-
-    def _take(self, rank: int) -> bytes:
-        data = self._world.take_bytes(self._what, self._gathered, rank, keep=True)
-        return require_left(self._what, data, rank)

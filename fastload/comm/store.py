@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
@@ -20,6 +22,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PART_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
+_TAKEN_AT_ONCE = 32  # values of mostly some 10 KB, at most 1 MiB
 _FIRST_POLL_S = 0.0005
 _POLL_OF_A_RANK_S = 0.0001  # roughly what the server takes for one
 _PROGRESS_PERIOD_S = 1.0
@@ -221,6 +224,34 @@ class CallStore:
             return data
 
         return self.ask(what, limit_s, take)
+
+    def take_all(self, what: str, places: Sequence[str], *, limit_s: float) -> list[bytes | None]:
+        """Returns the bytes of each name, or None, and keeps them; in few requests if all exist.
+
+        Args:
+            what: Name of the step, for messages.
+            places: The names.
+            limit_s: Deadline for some of them. All those of thousands of ranks may take longer.
+        """
+        found: list[bytes | None] = []
+        for begin in range(0, len(places), _TAKEN_AT_ONCE):
+            some = places[begin : begin + _TAKEN_AT_ONCE]
+            together = self.ask(what, limit_s, partial(self._get_together, some))
+            found += together or [self.take(what, place, keep=True, limit_s=limit_s) for place in some]
+        return found
+
+    def _get_together(self, places: Sequence[str]) -> list[bytes] | None:
+        """Returns the bytes of each name; None if some do not exist, or the store has no such request."""
+        counts = [f"{place}/count" for place in places]
+        if not self._store.has_extended_api() or not self._store.check(counts):
+            return None
+        numbers = self._store.multi_get(counts)
+        if not all(numbers):
+            return None
+        keys = [part_keys(place, int(num))[1:] for place, num in zip(places, numbers, strict=True)]
+        flat = list(chain.from_iterable(keys))
+        parts = iter(self._store.multi_get(flat) if flat else ())
+        return [b"".join(islice(parts, len(of_place))) for of_place in keys]
 
     # Waiting
 

@@ -11,7 +11,7 @@ import json
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastload.base.threads import await_done
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.failures import require_same_call, require_same_step
+from fastload.comm.failures import require_left, require_same_call, require_same_step
 from fastload.comm.hosts import host_of, node
 from fastload.comm.rendezvous import Decision, LastStep, Proposal, StoreRendezvous
 from fastload.comm.responses import Column, Each, read_responses, write_response
@@ -274,6 +274,17 @@ class World:
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns the bytes that a rank has left; None if it has left none."""
         return self.rendezvous.take(what, f"{place}/{rank}", keep=keep, limit_s=self.grace_s)
+
+    def take_shown(self, what: str, place: str, ranks: Iterable[int]) -> list[bytes]:
+        """Returns the bytes that each of some ranks has shown.
+
+        Raises:
+            WorldError: Those of a rank are gone.
+        """
+        ranks = list(ranks)
+        places = [f"{place}/{rank}" for rank in ranks]
+        found = self.rendezvous.take_all(what, places, limit_s=self.grace_s)
+        return [require_left(what, data, rank) for rank, data in zip(ranks, found, strict=True)]
 
     def tally(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share until the end of the call, and returns it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from binascii import hexlify
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,26 +105,32 @@ class Record:
             "format": _FORMAT,
             "version": _VERSION if self.delta is None else _DELTA_VERSION,
             "block_bytes": self.block_bytes,
-            "files": [
-                {
-                    "name": file.name,
-                    "nbytes": file.nbytes,
-                    "header_bytes": file.header_bytes,
-                    "header_checksum": file.header_checksum.hex(),
-                    "checksums": file.checksums.hex(),
-                }
-                for file in self.files
-            ],
-            "state": self.state,
             "metadata": dict(self.metadata),
         }
+        texts = {"files": _text_of_files(self.files), "state": canonical(self.state)}
         if self.delta is not None:
             body["delta"] = {**self.delta._asdict(), "checksums": dict(self.delta.checksums)}
-        is_coded = b'{"coded":' in canonical(self.state)  # in a text, the quotes would be escaped
+        is_coded = b'{"coded":' in texts["state"]  # in a text, the quotes would be escaped
         if self.strides or is_coded:
             version = _CODED_VERSION if is_coded else _STRIDES_VERSION
             body = {"delta": None, **body, "version": version, "strides": dict(self.strides)}
-        return checked_text(body)
+        return checked_text(body, texts)
+
+
+def _text_of_files(files: Sequence[RecordedFile]) -> bytes:
+    """Returns the canonical text of the entries, with few copies: checksums may be tens of MB."""
+    pieces: list[bytes] = []
+    for file in files:
+        rest = canonical(
+            {
+                "header_bytes": file.header_bytes,
+                "header_checksum": file.header_checksum.hex(),
+                "name": file.name,
+                "nbytes": file.nbytes,
+            }
+        )
+        pieces += [b"," if pieces else b"[", b'{"checksums":"', hexlify(file.checksums), b'",', rest[1:]]
+    return b"".join([*pieces, b"]"]) if pieces else b"[]"
 
 
 @uncollected
@@ -188,13 +195,27 @@ def _parse_delta(fields: Any, url: str) -> Delta:
     return delta
 
 
-def checked_text(body: dict[str, Any]) -> bytes:
+def checked_text(body: Mapping[str, Any], texts: Mapping[str, bytes] | None = None) -> bytes:
     """Returns the text of a JSON object with its own checksum in it, the same for equal contents.
+
+    Args:
+        body: The object.
+        texts: More of its values, by name, as canonical texts.
 
     Raises:
         ValueError: It has a value that JSON lacks.
     """
-    return canonical({**body, "checksum": checksum(canonical(body)).hex()})
+    every = {name: canonical(value) for name, value in body.items()} | dict(texts or {})
+    every["checksum"] = canonical(checksum(_joined(every)).hex())
+    return _joined(every)
+
+
+def _joined(texts: Mapping[str, bytes]) -> bytes:
+    """Returns the canonical text of an object, given those of its values by name."""
+    pieces: list[bytes] = []
+    for name in sorted(texts):
+        pieces += [b"," if pieces else b"{", canonical(name), b":", texts[name]]
+    return b"".join([*pieces, b"}"])
 
 
 def parse_checked(
@@ -285,8 +306,8 @@ def _unhex(text: Any, key: str) -> bytes:
     return value
 
 
-def canonical(body: dict[str, Any]) -> bytes:
-    """Returns the one text of a JSON object: sorted keys, no blanks.
+def canonical(body: Any) -> bytes:
+    """Returns the one text of a JSON value: sorted keys, no blanks.
 
     Raises:
         ValueError: It has a value that JSON lacks.

@@ -143,6 +143,8 @@ class Runs(NamedTuple):
     @property
     def end(self) -> int:
         """The position after the last run."""
+        if not self.steps:
+            return self.start + self.length
         return self.start + sum((count - 1) * distance for count, distance in self.steps) + self.length
 
     @property
@@ -193,7 +195,7 @@ class Runs(NamedTuple):
 
     def scaled(self, itemsize: int) -> Runs:
         """Returns the runs in bytes, given the length of an element."""
-        steps = tuple((count, distance * itemsize) for count, distance in self.steps)
+        steps = tuple((count, distance * itemsize) for count, distance in self.steps) if self.steps else ()
         return Runs(self.start * itemsize, self.length * itemsize, steps)
 
     def starts(self) -> Iterator[int]:

@@ -273,8 +273,9 @@ def agree(call: SaveCall, state: Any, *, has_copied: bool = False) -> tuple[Rank
             if has_to_digest:
                 reader, limit_s = described.reader, world.patience_s
                 digests = how.of(described.layout, shard_map, reader, world.rank, limit_s=limit_s)
-            step.answer(digest_by_holders(shard_map, world.rank, digests))
-        _check_replicas(call, described.layout, shard_map, how, digests, step.answers)
+            step.answer([digest_by_holders(shard_map, world.rank, digests)])
+        found = [of_rank for [of_rank] in step.answers]
+        _check_replicas(call, described.layout, shard_map, how, digests, found)
     hosts = [rank["host"] for rank in ranks]
     return described, _agreement(call, described, shard_map, hosts, ranks[0]["metadata"], strides, how)
 
@@ -397,8 +398,9 @@ def finish_comparison(
         world, layout, shard_map = call.world, comparison.layout, comparison.shard_map
         with world.step(_comparing(call)) as step:
             digests = comparison.digests(world.rank, world.patience_s)
-            step.answer(digest_by_holders(shard_map, world.rank, digests))
-        _check_replicas(call, layout, shard_map, comparison.how, digests, step.answers)
+            step.answer([digest_by_holders(shard_map, world.rank, digests)])
+        found = [of_rank for [of_rank] in step.answers]
+        _check_replicas(call, layout, shard_map, comparison.how, digests, found)
 
 
 def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:

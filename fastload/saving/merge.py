@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,11 +49,12 @@ def merge(variants: _Variants) -> tuple[Any, list[str]]:
 
 
 def _merge(variants: _Variants, path: tuple[Any, ...], problems: list[str]) -> Any:
-    variants = _distinct(variants) if len(variants) > 1 else variants
+    kinds = {_kind(node) for node, _ in variants}
+    if len(variants) > 1 and (path or not kinds.issubset(_DICTS)):  # whole states are long, and mostly differ
+        variants = _distinct(variants)
     first = variants[0][0]
     if len(variants) == 1:
         return first
-    kinds = {_kind(node) for node, _ in variants}
     if len(kinds) == 1:
         [kind] = kinds
         if kind in _DICTS:
@@ -137,10 +138,20 @@ class _KeyOrder:
 
 
 def _distinct(variants: _Variants) -> list[tuple[Any, Sequence[int]]]:
+    """Joins equal variants."""
+    keys = [_keys(node) for node, _ in variants]
+    count = Counter(keys)
     found: dict[str, tuple[Any, list[int]]] = {}
-    for node, ranks in variants:
-        found.setdefault(json.dumps(node), (node, []))[1].extend(ranks)
+    for (node, ranks), of_node in zip(variants, keys, strict=True):
+        text = json.dumps(node) if count[of_node] > 1 else of_node  # others with its keys may be equal
+        found.setdefault(text, (node, []))[1].extend(ranks)
     return list(found.values())
+
+
+def _keys(node: Any) -> str:
+    """Returns the keys of a dict as text; empty for anything else."""
+    kind = _kind(node)
+    return json.dumps([kind, node[kind][::2]]) if kind in _DICTS else ""
 
 
 def _kind(node: Any) -> str:

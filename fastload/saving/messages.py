@@ -300,12 +300,13 @@ def _batches(share: WriterShare, batch_bytes: int) -> list[range]:
     """Returns the parts of a writer in batches."""
     firsts, nbytes, index = [0], 0, 0
     for run in share.runs:
-        for number in range(run.num_parts):
-            part_bytes = run.part(number).nbytes
-            if nbytes and nbytes + part_bytes > batch_bytes:
+        begin = run.begin
+        for end in run.ends():
+            if nbytes and nbytes + end - begin > batch_bytes:
                 firsts.append(index)
                 nbytes = 0
-            nbytes += part_bytes
+            nbytes += end - begin
+            begin = end
             index += 1
     return [range(first, end) for first, end in pairwise([*firsts, index])]
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from fastload.base.memory import host_bytes
-from fastload.comm.failures import require_left
 from fastload.comm.responses import join_parts, split_parts
 from fastload.comm.world import World
 from fastload.errors import OptionError
@@ -97,9 +96,7 @@ def collect_own(
     if not packed:
         return structure, PerRankFiles()
     what = f"{what}: collecting the ranks' own values"
-    everyone = [world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(world.size)]
-    packed_by_rank = [require_left(what, data, rank) for rank, data in enumerate(everyone)]
-    return gather_own(structure, packed_by_rank, block_bytes=block_bytes)
+    return gather_own(structure, world.take_shown(what, _PLACE, range(world.size)), block_bytes=block_bytes)
 
 
 def gather_own(structure: Any, packed: Sequence[bytes], *, block_bytes: int) -> tuple[Any, PerRankFiles]:

@@ -109,6 +109,7 @@ class ShardMap:
         self._everyone = range(num_ranks)
         self._boxes = boxes
         self._known: dict[tuple[tuple[int, ...], int, int], TensorShards] = {}
+        self._known_parts: dict[tuple[tuple[int, ...], int], tuple[list[MappedShard], list[Box]]] = {}
 
     @classmethod
     def of(cls, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None) -> ShardMap:
@@ -171,13 +172,14 @@ class ShardMap:
         if boxes is None:
             box = Box.whole(shape)
             return TensorShards([MappedShard(box, runs_of(box, shape).scaled(itemsize), self._everyone)])
-        parts = list(_cut(shape, boxes))
-        shards = [
-            MappedShard(box, runs_of(box, shape).scaled(itemsize), holders)
-            for box, holders in parts
-            if holders
-        ]
-        return TensorShards(shards, _joined([box for box, holders in parts if not holders]))
+        key = shape, id(boxes)  # the same for tensors of a parameter and of its optimizer
+        if key not in self._known_parts:
+            parts = list(_cut(shape, boxes))
+            held = [MappedShard(box, runs_of(box, shape), holders) for box, holders in parts if holders]
+            self._known_parts[key] = held, _joined([box for box, holders in parts if not holders])
+        held, missing = self._known_parts[key]
+        shards = [MappedShard(box, runs.scaled(itemsize), holders) for box, runs, holders in held]
+        return TensorShards(shards, missing)
 
 
 _last: list[ShardMap] = []  # at most one: a training saves states of the same placements

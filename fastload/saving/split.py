@@ -102,6 +102,11 @@ class PartRun:
         begin = max(at, self.begin)
         return ByteRange(self.file, begin, min(at + self.part_bytes, self.end) - begin)
 
+    def ends(self) -> list[int]:
+        """Returns where each of its parts ends in the file."""
+        first = self.grid + (self._skipped + 1) * self.part_bytes
+        return [*range(first, self.end, self.part_bytes), self.end] if self.begin < self.end else []
+
     def origin(self, index: int) -> tuple[int, int]:
         """Returns the origin of one of its parts; see `WriterShare.origins`."""
         return self.writer, self.number + self._skipped + index

@@ -5,6 +5,7 @@ The commit is one step that makes a checkpoint exist, once all its bytes are dur
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections import deque
@@ -18,6 +19,7 @@ import xxhash
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.comm.responses import join_parts, split_parts
 from fastload.comm.world import World
 from fastload.errors import OptionError, StorageError
 from fastload.formats.manifest import Delta
@@ -36,8 +38,8 @@ from fastload.saving.split import WriterGroup, WriterShare
 from fastload.storage import Target
 from fastload.transfer.links import Wire
 
-Checksums = list[tuple[int, str]]
-"""Number of a block in the layout, and the checksums of it and of the following blocks, in hexadecimal."""
+Checksums = Sequence[tuple[int, bytes]]
+"""Number of a block in the layout, and the checksums of it and of the following blocks, joined."""
 
 _PLACE = "checksums"  # key in the store
 _SHORT_BYTES = 64 << 10  # of all receipts, if they go to all ranks
@@ -121,7 +123,7 @@ class WriteResult:
 
     Attributes:
         receipt: Its receipt.
-        receipts: Receipts of all ranks, as text; None for those in the store. See `_hand_in`.
+        receipts: Receipts of all ranks, packed; None for those in the store. See `_hand_in`.
         write_s: Seconds with at least one write under way.
         flush_s: Seconds of the flush.
         staging_bytes: Bytes of its buffers.
@@ -414,7 +416,7 @@ class BlockHasher:
                 joined[-1][1].extend(sums)
             else:
                 joined.append((number, bytearray(sums)))
-        return [(first, sums.hex()) for first, sums in joined]
+        return [(first, bytes(sums)) for first, sums in joined]
 
 
 @dataclass(frozen=True)
@@ -429,25 +431,27 @@ class WriteReceipt:
     written: Mapping[str, Any]
     checksums: Checksums
 
-    def to_text(self) -> str:
-        """Returns JSON."""
-        return json.dumps([self.written, self.checksums])
+    def pack(self) -> bytes:
+        """Packs the receipt for the leader."""
+        head = json.dumps([self.written, [first for first, _ in self.checksums]]).encode()
+        return join_parts([head, *(sums for _, sums in self.checksums)])
 
     @classmethod
-    def parse(cls, packed: bytes | str) -> WriteReceipt:
-        """Parses the result of `to_text`."""
-        written, checksums = json.loads(packed)
-        return cls(written, [(first, sums) for first, sums in checksums])
+    def unpack(cls, packed: bytes) -> WriteReceipt:
+        """Unpacks the result of `pack`."""
+        head, *sums = split_parts(packed)
+        written, firsts = json.loads(head)
+        return cls(written, list(zip(firsts, sums, strict=True)))
 
 
 def _hand_in(world: World, group: WriterGroup, receipt: WriteReceipt, *, what: str) -> str | None:
     """Returns the receipt for all ranks if it is short; else puts it into the store for the leader."""
     if world.rank == group.leader:
         return None
-    packed = receipt.to_text()
+    packed = receipt.pack()
     if len(packed) * world.size <= _SHORT_BYTES:
-        return packed
-    world.show_bytes(f"{what}: leaving checksums", _PLACE, packed.encode())
+        return base64.b64encode(packed).decode()
+    world.show_bytes(f"{what}: leaving checksums", _PLACE, packed)
     return None
 
 
@@ -462,14 +466,13 @@ def _collect_receipts(
         result: The leader's result.
         what: Name of the save, for messages.
     """
-    receipts = [result.receipt]
-    for rank in group.members[1:]:
-        packed: str | bytes | None = result.receipts[rank]
-        if packed is None:
-            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank, keep=True)
-        assert packed is not None
-        receipts.append(WriteReceipt.parse(packed))
-    return receipts
+    members = group.members[1:]
+    shown = [rank for rank in members if result.receipts[rank] is None]
+    packed = dict(zip(shown, world.take_shown(f"{what}: collecting checksums", _PLACE, shown), strict=True))
+    for rank in members:
+        if (short := result.receipts[rank]) is not None:
+            packed[rank] = base64.b64decode(short)
+    return [result.receipt, *(WriteReceipt.unpack(packed[rank]) for rank in members)]
 
 
 def commit(
@@ -529,10 +532,12 @@ def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedF
 
 
 def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tuple[RecordedFile, ...]:
-    found = bytearray()
+    rows, num_bytes = list[bytes](), 0
     for first, digests in sorted(row for receipt in receipts for row in receipt.checksums):
-        if first * CHECKSUM_BYTES == len(found):
-            found += bytes.fromhex(digests)
+        if first * CHECKSUM_BYTES == num_bytes:
+            rows.append(digests)
+            num_bytes += len(digests)
+    found = memoryview(b"".join(rows))
     files = []
     for index, file in enumerate(layout.files):
         first, end = layout.blocks.first_of(index), layout.blocks.first_of(index + 1)

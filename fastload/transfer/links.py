@@ -73,7 +73,7 @@ class Links:
             }
             return _packed(
                 {
-                    str(rank): [base64.b85encode(connection.address()).decode() for connection in connections]
+                    str(rank): [base64.b64encode(connection.address()).decode() for connection in connections]
                     for rank, connections in self._opening.items()
                 }
             )
@@ -110,7 +110,7 @@ class Links:
         for rank, connections in self._opening.items():
             peers = _unpacked(addresses[rank])[str(self._rank)]
             for connection, peer in zip(connections, peers, strict=True):
-                connection.peer = base64.b85decode(peer)
+                connection.peer = base64.b64decode(peer)
         self.token = self.token or xxhash.xxh3_64_hexdigest(repr(addresses).encode())
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -181,11 +181,11 @@ def _packed(addresses: Mapping[str, Sequence[str]]) -> str:
     """Packs addresses, most of whose bytes are the same: every rank of a job gets them. Empty without any."""
     if not addresses:
         return ""
-    return base64.b85encode(zlib.compress(json.dumps(addresses).encode())).decode()
+    return base64.b64encode(zlib.compress(json.dumps(addresses).encode())).decode()
 
 
 def _unpacked(packed: str) -> dict[str, list[str]]:
-    addresses: dict[str, list[str]] = json.loads(zlib.decompress(base64.b85decode(packed)))
+    addresses: dict[str, list[str]] = json.loads(zlib.decompress(base64.b64decode(packed)))
     return addresses
 
 

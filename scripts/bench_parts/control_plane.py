@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import struct
 import sys
 import threading
 import time
@@ -97,8 +98,9 @@ class _CountedStore:
 
         def counted(*given: Any) -> Any:
             answer = ask(*given)
-            texts = [*given, *(given[0] if given and isinstance(given[0], list) else ()), answer]
-            self._tally.add("store", sum(len(each) for each in texts if isinstance(each, str | bytes)))
+            lists = [each if isinstance(each, list) else [each] for each in (*given, answer)]
+            texts = (text for texts in lists for text in texts if isinstance(text, str | bytes))
+            self._tally.add("store", sum(map(len, texts)))
             return answer
 
         return counted if callable(ask) else ask
@@ -203,15 +205,15 @@ def _checksums_only(plan_: plan.SavePlan, writer: Any, assembler: Any) -> write.
         for file in plan_.state.layout.files:
             with open(Path(plan_.target.url, file.name), "r+b") as opened:
                 opened.write(file.header)
-    sums: list[tuple[int, str]] = []
+    sums: list[tuple[int, bytes]] = []
     first = number = -1
     for block in plan_.state.layout.blocks_of(plan_.share.ranges):
         if block.number != number:
             if first >= 0:
-                sums.append((first, "0123456789abcdef" * (number - first)))
+                sums.append((first, b"01234567" * (number - first)))
             first = number = block.number
         number += 1
-    sums.append((first, "0123456789abcdef" * (number - first)))
+    sums.append((first, b"01234567" * (number - first)))
     return write.WriteReceipt({"bytes": plan_.share.nbytes}, sums)
 
 
@@ -283,7 +285,7 @@ def _keep_links() -> None:
         for connections in self._opening.values():
             for connection in connections:
                 connection.give_up()
-        self._groups, self._opening = self._groups | dict.fromkeys(self._opening, []), {}
+        self._groups, self._opening = self._groups | {rank: [] for rank in self._opening}, {}
 
     links.Links.find = found  # type: ignore[method-assign]
     links.Wire.close = lambda self, *, keep: close(self, keep=True)  # type: ignore[method-assign]
@@ -412,8 +414,8 @@ class _Hub:
 
     def end(self, tag: tuple[int, int]) -> None:
         """Notes that all other ranks have ended a call."""
-        for links in self._links.values():
-            links.acknowledge(tag)
+        for link in self._links.values():
+            link.acknowledge(tag)
 
     def _exchange(self, number: int, step: int) -> Decision:
         tag, others = (number, step), self._proposals
@@ -502,9 +504,12 @@ class _Wire:
         if token:
             return
         near = {(world.rank + 1 + at) % world.size for at in range(num_partners)} | {measured}
-        draw = random.Random(world.rank)  # Gloo's addresses differ in some bytes
-        base = draw.randbytes(170)
-        at = {str(rank): [base64.b85encode(base[:160] + draw.randbytes(10)).decode()] for rank in near}
+        base = random.Random(world.rank).randbytes(154)  # Gloo's addresses end with two numbers
+        addresses = (base + struct.pack("<QQ", 2 * at, 2 * at + 1) for at in range(len(near)))
+        at = {
+            str(rank): [base64.b64encode(address).decode()]
+            for rank, address in zip(sorted(near), addresses, strict=True)
+        }
         self._at = links._packed(at)
 
     def offer(self) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from fastload.formats.layers import decoded
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES, SEAL_NAME
 from fastload.loading import access, prepare
-from fastload.loading.match import BoxRequest
 from fastload.loading.session import Session
 from fastload.options import Patience
 from fastload.saving import agree, write
@@ -48,6 +47,7 @@ from . import control_plane as control
 from .trillion import state_of
 
 T = TypeVar("T")
+
 
 def be_all_others(work: control.Work, measured: int, port: int, path: Path) -> None:
     """Replays the answers of all ranks but one; see `Replayed`."""
@@ -286,9 +286,7 @@ class Replayed:
         session = Session(first, reached, options, Observers())
         start = prepare.LoadStart.now(session.opened)
         request = self._by_kind(lambda rank: control.request_of(self._state(rank)))
-        matched = self._by_kind(
-            lambda rank: prepare._match(session.opened, request(rank), None, start)[0]
-        )
+        matched = self._by_kind(lambda rank: prepare._match(session.opened, request(rank), None, start)[0])
         proposals = self._take(
             self._by_kind(lambda rank: prepare._proposal(request(rank), matched(rank), None))
         ).values
@@ -310,6 +308,6 @@ def _packed_state(state: RankState) -> bytes:
     return pack_state(state.content.structure, state.content.specs, state.strides)
 
 
-def _replica_digests(merged: MergedState, rank: int) -> dict[str, str]:
+def _replica_digests(merged: MergedState, rank: int) -> list[dict[str, str]]:
     digests = control._same_digests(None, merged.layout, merged.shard_map, None, rank)
-    return digest_by_holders(merged.shard_map, rank, digests)
+    return [digest_by_holders(merged.shard_map, rank, digests)]

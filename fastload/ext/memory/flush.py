@@ -330,8 +330,7 @@ def _write(
     receipt = writer.write(share, _HostParts(storage, manifest, names, share.parts), hasher)
     of_file = {file.name: file.checksums for file in manifest.files}
     recorded = b"".join(of_file[name] for name in names)
-    for first, text in hasher.checksums():
-        digests = bytes.fromhex(text)
+    for first, digests in hasher.checksums():
         for number in range(first, first + len(digests) // CHECKSUM_BYTES):
             begin = (number - first) * CHECKSUM_BYTES
             at = number * CHECKSUM_BYTES
