@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,31 @@ def test_what_a_rank_has_left_is_there_for_whoever_hears_of_it() -> None:
     for number in range(25):
         one.leave("leaving", f"place/{number}", bytes(4 << 20), limit_s=20)
         assert other.take("taking", f"place/{number}", keep=False, limit_s=20) is not None
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_many_names_are_taken_in_few_requests_and_missing_ones_are_none(kind: str, tmp_path: Path) -> None:
+    store: Any = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store")),
+    }[kind]()
+    requests: list[str] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            requests.append(name)
+            return getattr(store, name)
+
+    rank = StoreRendezvous(Counted(), GroupState(), Member(0, 2, None, "gone"), call="taking", timeout_s=20.0)
+    names = [f"place/{number}" for number in range(100)]
+    contents = [b"", *(bytes([number]) * number for number in range(1, 99)), bytes(9 << 20)]
+    for name, content in zip(names, contents, strict=True):
+        rank.leave("leaving", name, content, limit_s=20)
+    requests.clear()
+    assert rank.take_all("taking", names, limit_s=20) == contents
+    assert kind == "file" or len(requests) <= 4 * 4, requests
+    assert rank.take("taking", names[50], keep=False, limit_s=20) == contents[50]
+    expected = [*contents[:50], None, *contents[51:]]
+    assert rank.take_all("taking", names, limit_s=20) == expected
+    assert rank.take_all("taking", [], limit_s=20) == []

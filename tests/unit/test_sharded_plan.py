@@ -172,8 +172,7 @@ def written_by(
             if index not in share.tails:
                 assert set(written[part.file][part.offset : part.end]) <= {ord("?")}
                 written[part.file][part.offset : part.end] = found
-        for first, text in hasher.checksums():
-            digests = bytes.fromhex(text)
+        for first, digests in hasher.checksums():
             for number in range(len(digests) // 8):
                 assert first + number not in sums
                 sums[first + number] = digests[8 * number : 8 * number + 8]
