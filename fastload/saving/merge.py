@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastload.base.memory import uncollected
 from fastload.errors import PlanMismatch, first_lines
 from fastload.formats.state import children, has_only_scalars, leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
@@ -197,6 +198,7 @@ class MergedState:
     strides: Mapping[str, tuple[int, ...]]
 
 
+@uncollected
 def merge_states(
     forms: Sequence[bytes],
     boxes: Sequence[bytes],

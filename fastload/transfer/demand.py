@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from math import ceil, lcm
 from typing import NamedTuple
 
@@ -373,7 +373,7 @@ class _Placed(NamedTuple):
     nbytes: int
     tensor: int
     begin: int
-    recipients: Collection[Ranks]
+    recipients: Mapping[Ranks, int]  # bytes that each set requests of the segment
 
 
 def _segments(
@@ -424,6 +424,7 @@ def _within(part: Part, begin: int, end: int) -> Part:
 # Shares of readers, by bytes
 
 _UNIT_BYTES = 4096  # shares begin at multiples of it in their group
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # of 64 bits: its multiples spread neighbours, and equal distances
 _SLACK_BYTES = 1 << 20  # a reader may read that much more than the mean to avoid sending
 
 
@@ -481,28 +482,37 @@ def deal(
     for group in sorted(range(len(totals)), key=lambda group: (len(can_read[group]), group)):
         left = totals[group] - sum(quotas[group].values())
         _raise_level(loads, can_read[group], left, sum(totals) + cap, quotas[group])
-    cut = [
-        (group, *share)
-        for group, quota in enumerate(quotas)
-        for share in _cut(ranges[group], _bounds(quota, totals[group]))
-    ]
-    same_size: dict[int, list[int]] = defaultdict(list)  # groups by their number of ranks
-    for group, ranks in enumerate(requesters):
-        same_size[len(ranks)].append(group)
-    places = {group: place for groups in same_size.values() for place, group in enumerate(groups)}
-    index_of = {reader: index for index, reader in enumerate(readers)}
-
-    def position(share: tuple[int, int, int, int]) -> tuple[int, int]:
-        group, reader, *_ = share
-        num_ranks = len(requesters[group])
-        count = len(same_size[num_ranks])
-        return num_ranks, (places[group] - index_of[reader] * count // len(readers)) % count
-
-    reads = dict.fromkeys(readers, 0)
+    of_reader: dict[int, list[tuple[int, int, int]]] = {reader: [] for reader in readers}
+    by_num_ranks = sorted(range(len(totals)), key=lambda group: (len(requesters[group]), group))
+    for group in by_num_ranks:
+        for reader, begin, end in _cut(ranges[group], _bounds(quotas[group], totals[group])):
+            of_reader[reader].append((group, begin, end))
     shares = []
-    for group, reader, begin, end in sorted(cut, key=position):
-        shares.append(Share(group, reader, begin, end, reads[reader]))
-        reads[reader] += end - begin
+    turns = sorted(range(len(readers)), key=lambda index: index * _GOLDEN_RATIO % (1 << 64))
+    turn_of = dict(zip(turns, range(len(readers)), strict=True))
+    for index, (reader, cut) in enumerate(of_reader.items()):
+        start = 0
+        for _, of_size in groupby(cut, lambda share: len(requesters[share[0]])):
+            for group, begin, end in _rotated(list(of_size), turn_of[index], len(readers)):
+                shares.append(Share(group, reader, begin, end, start))
+                start += end - begin
+    return shares
+
+
+def _rotated(shares: list[tuple[int, int, int]], turn: int, num_readers: int) -> list[tuple[int, int, int]]:
+    """Returns (group, begin, end) of the shares of a reader, beginning with a byte in proportion to its turn.
+
+    So of all readers that have little to read of a group, few do so at a time.
+    """
+    left = sum(end - begin for _, begin, end in shares) * turn // num_readers
+    if len(shares) < 2:
+        return shares
+    for at, (group, begin, end) in enumerate(shares):
+        if left < end - begin:
+            middle = begin + left // _UNIT_BYTES * _UNIT_BYTES
+            head = [(group, begin, middle)] if begin < middle else []
+            return [(group, middle, end), *shares[at + 1 :], *shares[:at], *head]
+        left -= end - begin
     return shares
 
 

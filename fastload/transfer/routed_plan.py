@@ -13,27 +13,22 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
-from math import ceil
 from typing import ClassVar, NamedTuple
 
 import xxhash
 
-from fastload.base.memory import PAGE_BYTES, round_up
-from fastload.errors import IncompleteCheckpoint, OptionError
+from fastload.errors import IncompleteCheckpoint
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, join_adjacent, merged
-from fastload.options import named_staging
-from fastload.transfer.demand import Density, Part, Share, SharingGroups, TensorRange, deal
+from fastload.transfer.demand import Part, Share, SharingGroups, TensorRange, deal
 from fastload.transfer.messages import Message, Ranks, joined
 from fastload.transfer.plan import (
     DEVICE_DEPTH,
-    MAX_DEPTH,
     Chunk,
     good_chunk_bytes,
-    named_chunk,
     num_own_chunks,
 )
+from fastload.transfer.round_bytes import RoundBytes
 
 
 class SuppliedRange(NamedTuple):
@@ -141,9 +136,6 @@ class Supply:
                 return None
             pools += (Pool(group, ranks, join_adjacent(of_group[ranks])) for ranks in sorted(of_group))
         return pools
-
-
-_LEAST_CHUNK_BYTES = 64 << 10  # below, fewer rounds are in flight
 
 
 @dataclass(frozen=True)
@@ -309,7 +301,7 @@ class RoutedPlan:
         if shares is None:
             return None
         # A rank that no longer reads receives more than before.
-        need = _RoundBytes(self.sharing, shares)
+        need = RoundBytes(self.sharing, shares)
         chunk_bytes = need.fitting(self.chunk_bytes, self.staging_bytes)
         sizes = need.sizes(chunk_bytes, self.staging_bytes)
         return RoutedPlan(self.sharing, readers, tuple(shares), self.order, *sizes, self.supply)
@@ -352,7 +344,7 @@ def plan_routes(
     shares = _deal(sharing, [[(0, nbytes)] for nbytes in sharing.nbytes], readers, supply)
     if shares is None:
         raise IncompleteCheckpoint("no rank has some of the requested bytes of the checkpoint")
-    need = _RoundBytes(sharing, shares)
+    need = RoundBytes(sharing, shares)
     is_given = chunk_bytes is not None
     if chunk_bytes is None:
         share_bytes = -(-sharing.total_bytes // len(readers))
@@ -381,148 +373,6 @@ def _deal(
         suppliers=[pool.ranks for pool in pools],
     )
     return [replace(share, group=pools[share.group].group) for share in shares]
-
-
-class _RoundBytes:
-    """The most bytes that a rank needs for a round, by length of a chunk.
-
-    Args:
-        sharing: The requested bytes.
-        shares: The reader of each of them.
-    """
-
-    def __init__(self, sharing: SharingGroups, shares: Sequence[Share]) -> None:
-        self._sharing = sharing
-        self._shares = shares
-        self._suppliers = _suppliers(sharing, shares)
-        self._known: dict[int, int] = {}
-
-    def bytes(self, chunk_bytes: int) -> int:
-        """Returns the bytes that a rank reads, packs and receives in a round, if all readers send at once."""
-        if chunk_bytes not in self._known:
-            longest = chunk_bytes + self._sharing.longest_unit_bytes
-            received = (sum(one.most(longest) for one in of_rank) for of_rank in self._suppliers)
-            self._known[chunk_bytes] = self._with_own(longest, max(received, default=0))
-        return self._known[chunk_bytes]
-
-    def bytes_in_rounds(self, chunk_bytes: int) -> int:
-        """As `bytes`, but by the round in which each share is read; takes longer.
-
-        Readers of a large job send to a rank at different times.
-        """
-        longest = chunk_bytes + self._sharing.longest_unit_bytes
-        num_rounds = max((-(-_end_of(share) // chunk_bytes) for share in self._shares), default=0)
-        # For each group and recipients, the change of the bytes from round to round.
-        changes: dict[tuple[int, Ranks], list[int]] = {}
-        for share in self._shares:
-            for ranks, density in self._sharing.densities[share.group].items():
-                of_group = changes.setdefault((share.group, ranks), [0] * (num_rounds + 1))
-                for first, last, nbytes in _rounds_of(share, chunk_bytes):
-                    nbytes = min(nbytes + self._sharing.longest_units[share.group], longest)
-                    received = _Supplier(nbytes, density).most(nbytes)
-                    of_group[first] += received
-                    of_group[last + 1] -= received
-        received_by: dict[int, list[list[int]]] = {ranks[0]: [] for ranks in self._sharing.requests.ranks}
-        for (_, ranks), of_group in changes.items():
-            by_round = list(accumulate(of_group))
-            for rank in received_by.keys() & set(ranks):
-                received_by[rank].append(by_round)
-        most = (max(map(sum, zip(*sizes, strict=True))) for sizes in received_by.values() if sizes)
-        return self._with_own(longest, max(most, default=0))
-
-    def _with_own(self, longest: int, received: int) -> int:
-        parts = (longest, self._sharing.packed.most(longest), received)
-        return sum(round_up(part, PAGE_BYTES) for part in parts)
-
-    def fitting(self, chunk_bytes: int, staging_bytes: int) -> int:
-        """Returns the longest chunk, up to a length, of which several rounds fit, or else one."""
-        while chunk_bytes > _LEAST_CHUNK_BYTES and MAX_DEPTH * self.bytes(chunk_bytes) > staging_bytes:
-            chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
-        while chunk_bytes > PAGE_BYTES and self.bytes(chunk_bytes) > staging_bytes:
-            chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
-        return max(chunk_bytes, self._sharing.longest_unit_bytes)
-
-    def sizes(
-        self, chunk_bytes: int, staging_bytes: int, *, is_given: bool = False
-    ) -> tuple[int, int, int, int]:
-        """Returns chunk_bytes, depth, buffer_bytes and staging_bytes of a plan.
-
-        Args:
-            chunk_bytes: Length of a chunk.
-            staging_bytes: Most bytes for all buffers of one rank together.
-            is_given: Whether the user chose the length.
-
-        Raises:
-            OptionError: Not even one round fits.
-        """
-        buffer_bytes = self.bytes(chunk_bytes)
-        if buffer_bytes > staging_bytes:
-            buffer_bytes = self.bytes_in_rounds(chunk_bytes)
-        depth = min(MAX_DEPTH, staging_bytes // buffer_bytes)
-        if depth < 1:
-            blocks, num_readers = self._sharing.block_bytes, max(map(len, self._suppliers), default=0)
-            why = f" (checksum blocks have {blocks}: verify=False reads without)" if blocks else ""
-            cause = f"what comes from {num_readers} readers at once"
-            cause = named_chunk(chunk_bytes, cause, is_given=is_given)
-            raise OptionError(f"{cause} does not fit into {named_staging(staging_bytes)}{why}")
-        return chunk_bytes, depth, buffer_bytes, staging_bytes
-
-
-class _Supplier(NamedTuple):
-    """A reader that sends to a rank.
-
-    Attributes:
-        nbytes: Bytes that it reads of sharing groups that the rank is in.
-        density: The largest fraction of them that the rank requests.
-    """
-
-    nbytes: int
-    density: Density
-
-    def most(self, chunk_bytes: int) -> int:
-        """Returns the most bytes of one chunk that the rank receives; more than a chunk if boxes overlap."""
-        nbytes = min(self.nbytes, chunk_bytes)
-        return min(ceil(max(self.density.fraction, 1.0) * nbytes), self.density.most(nbytes))
-
-
-def _end_of(share: Share) -> int:
-    """Returns where a share ends among all bytes of its reader."""
-    return share.start + share.end - share.begin
-
-
-def _rounds_of(share: Share, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yields first round, last round, and the bytes that are read of a share in each of these."""
-    begin, end = share.start, _end_of(share)
-    first, last = begin // chunk_bytes, (end - 1) // chunk_bytes
-    if first >= last:
-        if begin < end:
-            yield first, last, end - begin
-        return
-    yield first, first, (first + 1) * chunk_bytes - begin
-    if first + 1 < last:
-        yield first + 1, last - 1, chunk_bytes
-    yield last, last, end - last * chunk_bytes
-
-
-def _suppliers(sharing: SharingGroups, shares: Sequence[Share]) -> list[list[_Supplier]]:
-    """Returns the suppliers of one rank for each distinct request."""
-    lengths: dict[int, dict[int, int]] = defaultdict(dict)
-    for share in shares:
-        of_group = lengths[share.group]
-        of_group[share.reader] = of_group.get(share.reader, 0) + share.end - share.begin
-    by_rank: dict[int, dict[int, _Supplier]] = {ranks[0]: {} for ranks in sharing.requests.ranks}
-    for group, of_group in lengths.items():
-        for ranks, density in sharing.densities[group].items():
-            for rank in by_rank.keys() & set(ranks):
-                suppliers = by_rank[rank]
-                for reader, nbytes in of_group.items():
-                    known = suppliers.get(reader)
-                    suppliers[reader] = (
-                        _Supplier(nbytes, density)
-                        if known is None
-                        else _Supplier(known.nbytes + nbytes, known.density.joined(density))
-                    )
-    return [list(suppliers.values()) for suppliers in by_rank.values()]
 
 
 class RoutedView:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from math import prod
@@ -37,20 +36,33 @@ def plan_from(packed: Sequence[bytes], model: Model) -> RoutedView:
     return RoutedView(plan, 5)
 
 
-@pytest.mark.parametrize("staging", [40 * MIB, 64 * MIB])
-def test_blocks_of_many_readers_fit_since_they_read_at_different_times(staging: int) -> None:
-    """Half of the ranks would send a block of 1 MiB to a rank at once, if they all did."""
-    job = Parallel(tp=8, pp=2, dp=6)
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize(
+    ("staging", "job", "num_first"),
+    [
+        (40, Parallel(tp=8, pp=2, dp=6), 1),
+        (64, Parallel(tp=8, pp=2, dp=6), 1),
+        (64, Parallel(tp=2, pp=8, dp=6), 6),
+    ],
+)
+def test_blocks_of_many_readers_fit_since_they_read_at_different_times(
+    staging: int, job: Parallel, num_first: int, contiguous: bool
+) -> None:
+    """Half of the ranks would send a block of 1 MiB to a rank at once, if they all did.
+
+    With more in the first layer, as embeddings are, all ranks help to read what few want.
+    """
     shapes = [((8192, 4096), 0), ((4096, 8192), 1), ((4096,), None)]
     tensors, offset = [], 0
-    for layer, (shape, dim) in itertools.product(range(16), shapes):
-        tensors.append(Cut(0, offset, 2 * prod(shape), shape, dim, layer))
-        offset += 2 * prod(shape)
+    for layer in [0] * num_first + [*range(1, 16)]:
+        for shape, dim in shapes:
+            tensors.append(Cut(0, offset, 2 * prod(shape), shape, dim, layer))
+            offset += 2 * prod(shape)
     model, ranks = Model(tensors, 16), tuple(range(job.num_ranks))
-    sharing = SharingGroups(model.tensors, requests_of(model, job), MIB)
-    plan = plan_routes(sharing, ranks, order=ranks, staging_bytes=staging, chunk_bytes=None)
+    sharing = SharingGroups(model.tensors, requests_of(model, job), MIB, contiguous=contiguous)
+    plan = plan_routes(sharing, ranks, order=ranks, staging_bytes=staging * MIB, chunk_bytes=None)
     assert plan.num_rounds > 10
-    assert plan.depth * plan.buffer_bytes <= staging
+    assert plan.depth * plan.buffer_bytes <= staging * MIB
     for rank in (0, 47, 95):
         view = RoutedView(plan, rank)
         for index in range(plan.num_rounds):
