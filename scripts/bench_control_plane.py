@@ -1,13 +1,15 @@
 """The control plane of a save and a load by thousands of ranks: messages, bytes, CPU and memory of a rank.
 
-    python scripts/bench_control_plane.py --pp 8
-    python scripts/bench_control_plane.py --saves 1 --optimizer dp_reshardable
+    python scripts/bench_control_plane.py --replay
+    python scripts/bench_control_plane.py --replay --optimizer dp_reshardable
+    python scripts/bench_control_plane.py --pp 32 --dp 4
     python scripts/bench_control_plane.py --tp 2 --pp 2 --dp 2 --processes
 
 The state is that of a GPT with Megatron Core, two layers in a stage: a trillion parameters with the defaults.
 It is saved and loaded. Bytes of tensors, and links between ranks for them, are left out. Rank 0 is a
-process, all others are threads of another one, which share what is equal on all of them. With --processes
-each rank is one, and rank 0 and the one with the most CPU time are shown.
+process, all others are threads of another one, which share what is equal on all of them. With --replay the
+answers of the others are encoded as they would, for rank 0 and for the other rank with the most neighbours.
+With --processes each rank is one, and rank 0 and the one with the most CPU time are shown.
 """
 
 from __future__ import annotations
