@@ -40,7 +40,7 @@ def plan_from(packed: Sequence[bytes], model: Model) -> RoutedView:
 @pytest.mark.parametrize(
     ("staging", "job", "num_first"),
     [
-        (40, Parallel(tp=8, pp=2, dp=6), 1),
+        (48, Parallel(tp=8, pp=2, dp=6), 1),
         (64, Parallel(tp=8, pp=2, dp=6), 1),
         (64, Parallel(tp=2, pp=8, dp=6), 6),
     ],
