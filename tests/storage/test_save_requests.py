@@ -40,10 +40,11 @@ def save_small(rank: int, world: int, url: str, storage: Any) -> None:
 
 @pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_small_save_waits_for_at_most_ten_answers(proxy: Any, num_ranks: int) -> None:
+def test_a_small_save_waits_for_at_most_twelve_answers(proxy: Any, num_ranks: int) -> None:
     server, storage = proxy
     run_ranks(save_small, num_ranks, url=new_url(), storage=storage)
-    assert len(server.rounds) <= 10, server.rounds
+    # Ten; on a busy machine two of them that do not wait for each other may come apart.
+    assert len(server.rounds) <= 12, server.rounds
 
 
 def test_the_caller_of_async_save_waits_for_no_answer(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
