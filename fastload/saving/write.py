@@ -263,11 +263,11 @@ class PartWriter:
 
         def begin(index: int) -> Callable[[], object] | None:
             part, data = share.parts[index], source.part(index)
-            hash_whole_blocks = hasher.feed(part, data)
+            hash_complete_blocks = hasher.feed(part, data)
             if index in share.tails:
-                hash_whole_blocks()
+                hash_complete_blocks()
                 return None
-            return partial(self._write, part, data, hash_whole_blocks)
+            return partial(self._write, part, data, hash_complete_blocks)
 
         def ended(part: ByteRange) -> None:
             nonlocal done_bytes
@@ -285,8 +285,8 @@ class PartWriter:
         """Ends the threads; returns whether all writes have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
-    def _write(self, part: ByteRange, data: memoryview, hash_whole_blocks: Callable[[], None]) -> None:
-        hash_whole_blocks()
+    def _write(self, part: ByteRange, data: memoryview, hash_complete_blocks: Callable[[], None]) -> None:
+        hash_complete_blocks()
         with self.watch.span(nbytes=len(data)):
             self._target.write(self._names[part.file], part.offset, data)
 
@@ -388,24 +388,25 @@ class BlockHasher:
         """Takes the next part, without the blocks of other writers.
 
         Returns:
-            What hashes the blocks that lie in the part as a whole, which are adjacent; any thread may call
-            it. Blocks that cross parts are hashed at once.
+            What hashes the blocks that are complete in the part, which are adjacent; any thread may call it.
+            Blocks that cross parts are hashed at once.
         """
-        whole: list[tuple[int, memoryview]] = []
+        complete: list[tuple[int, memoryview]] = []
         for block, piece, ends in self._pieces.feed(part, data):
             if len(piece) == block.nbytes:
-                whole.append((block.number, piece))
+                complete.append((block.number, piece))
                 continue
             self._begun.update(piece)
             if ends:
                 self._hashed.append((block.number, self._begun.digest()))
                 self._begun.reset()
 
-        def hash_whole_blocks() -> None:
-            if whole:
-                self._hashed.append((whole[0][0], b"".join(checksum(piece) for _, piece in whole)))
+        def hash_complete_blocks() -> None:
+            if complete:
+                sums = b"".join(checksum(piece) for _, piece in complete)
+                self._hashed.append((complete[0][0], sums))
 
-        return hash_whole_blocks
+        return hash_complete_blocks
 
     def checksums(self) -> Checksums:
         """Returns the checksums, once all parts are hashed."""
