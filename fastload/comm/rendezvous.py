@@ -110,7 +110,7 @@ class Decision:
     @property
     def nodes(self) -> Column | None:
         """`hosts.node` of each rank, in the first step of a call."""
-        return next((response["node"] for response, _ in self.came if "node" in response), None)
+        return next((response["node"][0] for response, _ in self.came if "node" in response), None)
 
     def binds(self, rank: int, call: str) -> bool:
         """Whether a rank that makes a call of that name is bound by this decision of its first step.

@@ -2,8 +2,8 @@
 
 A table has lines ``ranks <tab> name <tab> value``: the ranks as ``0-7,9``, name and value in JSON. A
 response has a line for each of its values, and one for each entry of its ``value`` if that is a dictionary.
-Equal lines of several ranks are merged. Values that differ on each rank (`Each`) are in columns. One line has
-the values of all ranks and is parsed only when they are used.
+Equal lines of several ranks are merged. Values that differ on each rank (`Each`) are in columns: one line has
+all columns with the values of all ranks, which are parsed only when they are used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, Protocol, TypeVar
 from fastload.base.memory import uncollected
 
 _VALUE = "value"
-_COLUMN = "="  # marks a column, which is not JSON
+_COLUMNS = "="  # marks columns, which are not JSON
 _NEXT, _TIMES = "\x01", "\x02"  # between values, and before the number of repetitions: not in JSON
+_NEXT_COLUMN = "\x03"
 
 _encoder = json.JSONEncoder(separators=(_NEXT, ": "))
 _WITH_PARTS = dict, list, tuple
 
-Name = str | list[str | int]
+Name = str | list[str]
 
 
 class _Unpackable(Protocol):
@@ -39,7 +40,7 @@ R = TypeVar("R", bound=_Unpackable)
 class Each:
     """JSON values that differ on each rank.
 
-    `read_responses` returns a list of `Column` instead; a single one outside of ``value``.
+    `read_responses` returns a list of `Column` instead.
     """
 
     values: Sequence[Any]
@@ -85,7 +86,7 @@ def join_responses(tables: Iterable[str]) -> str:
             if line:
                 ranks, _, said = line.partition("\t")
                 name, _, value = said.partition("\t")
-                if value.startswith(_COLUMN):
+                if value.startswith(_COLUMNS):
                     columns.setdefault(name, []).append((ranks, value[1:]))
                 else:
                     ranks_by_line.setdefault(said, []).append(ranks)
@@ -93,7 +94,7 @@ def join_responses(tables: Iterable[str]) -> str:
     lines = [f"{join_ranks(tuple(ranks))}\t{said}\n" for said, ranks in ranks_by_line.items()]
     for name, parts in columns.items():
         ranks, text = _join_columns(parts, order(tuple(ranks for ranks, _ in parts)))
-        lines.append(f"{ranks}\t{name}\t{_COLUMN}{text}\n")
+        lines.append(f"{ranks}\t{name}\t{_COLUMNS}{text}\n")
     return "".join(lines)
 
 
@@ -108,9 +109,12 @@ def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, i
     lines = [
         line.split("\t") for line in reversed(table.split("\n")) if line
     ]  # so that the first of two values counts
-    plain = iter(json.loads(f"[{','.join(text for *_, text in lines if not text.startswith(_COLUMN))}]"))
+    plain = iter(json.loads(f"[{','.join(text for *_, text in lines if not text.startswith(_COLUMNS))}]"))
     values = [
-        Column(ranks, text[1:]) if text.startswith(_COLUMN) else next(plain) for ranks, _, text in lines
+        [Column(ranks, column) for column in text[1:].split(_NEXT_COLUMN)]
+        if text.startswith(_COLUMNS)
+        else next(plain)
+        for ranks, _, text in lines
     ]
     ranges = {ranks: list(_ranges(ranks)) for ranks in {ranks for ranks, *_ in lines}}
     edges = sorted(
@@ -144,20 +148,20 @@ def _split(response: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name == _VALUE and isinstance(value, dict) and value and all(type(key) is str for key in value):
             for key, part in value.items():
                 if isinstance(part, Each):
-                    begin = json.dumps(key)
-                    yield from (
-                        (f"[{begin}, {at}]", _COLUMN + one) for at, one in enumerate(_texts(part.values))
-                    )
+                    yield f"[{json.dumps(key)}]", _columns(part)
                 else:
                     names.append(f"[{json.dumps(key)}]")
                     values.append(part)
         elif isinstance(value, Each):
-            (one,) = _texts(value.values)
-            yield json.dumps(name), _COLUMN + one
+            yield json.dumps(name), _columns(value)
         else:
             names.append(json.dumps(name))
             values.append(value)
     yield from zip(names, _texts(values), strict=True)
+
+
+def _columns(each: Each) -> str:
+    return _COLUMNS + _NEXT_COLUMN.join(_texts(each.values))
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
@@ -175,10 +179,8 @@ def _assembled(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
     for name, value in said:
         if isinstance(name, str):
             response[name] = value
-        elif len(name) == 1:
-            response.setdefault(_VALUE, {})[name[0]] = value
         else:
-            response.setdefault(_VALUE, {}).setdefault(name[0], []).append(value)
+            response.setdefault(_VALUE, {})[name[0]] = value
     return response
 
 
@@ -192,16 +194,21 @@ def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:
 
 
 def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]] | None) -> tuple[str, str]:
-    """Returns the joined ranks and values of several parts of a column."""
+    """Returns the joined ranks and values of several parts of the same columns."""
+    columns = zip(*(text.split(_NEXT_COLUMN) for _, text in parts), strict=True)
     if order is not None:
         ranks, places = order
-        return ranks, _join_texts([parts[place][1] for place in places])
-    ordered = _in_order(parts)
-    return _join_ranks([str(rank) for rank, _ in ordered]), _join_texts([text for _, text in ordered])
+        joined = [_join_texts([column[place] for place in places]) for column in columns]
+    else:
+        all_ranks = [ranks for ranks, _ in parts]
+        ordered = [_in_order(zip(all_ranks, column, strict=True)) for column in columns]
+        ranks = _join_ranks([str(rank) for rank, _ in ordered[0]])
+        joined = [_join_texts([text for _, text in column]) for column in ordered]
+    return ranks, _NEXT_COLUMN.join(joined)
 
 
 def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Returns the value of each rank; the first one if there are two."""
+    """Returns the value of each rank in a column; the first one if there are two."""
     by_rank: dict[int, str] = {}
     for ranks, text in parts:
         numbers = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))

@@ -272,14 +272,30 @@ class Storage(ABC):
         Raises:
             StorageError: It is less than the buffers take.
         """
-        nbytes = sum(map(len, buffers))
-        self._count.add(len(data))
-        if len(data) != nbytes:
+        self.note_read(name, offset, sum(map(len, buffers)), len(data), file_nbytes)
+        fill(buffers, memoryview(data))
+
+    def note_read(
+        self, name: str, offset: int, nbytes: int, num_read: int, file_nbytes: int | None = None
+    ) -> None:
+        """Adds what was read to `bytes_read`.
+
+        Args:
+            name: As for `read_into`.
+            offset: Likewise.
+            nbytes: The bytes that were requested.
+            num_read: Those that were read.
+            file_nbytes: As for `fill`.
+
+        Raises:
+            StorageError: It is less, or more, than was requested.
+        """
+        self._count.add(num_read)
+        if num_read != nbytes:
             has = "" if file_nbytes is None else f"; the file has {file_nbytes}"
             is_within = file_nbytes is None or offset + nbytes <= file_nbytes
-            message = f"got {len(data)} of {nbytes} bytes{has}"
+            message = f"got {num_read} of {nbytes} bytes{has}"
             raise StorageError(message, self.label(name), offset, nbytes, transient=is_within)
-        fill(buffers, memoryview(data))
 
 
 class WritableStorage(Storage):

@@ -33,7 +33,7 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from fastload.base.version import __version__
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, StorageError
-from fastload.ext.remote.obstore import advice, get_range, is_transient, make_store
+from fastload.ext.remote.obstore import advice, get_range, is_transient, make_store, receive
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, hub_blob
 from fastload.storage.location import HTTP, Location, Secrets, locate
@@ -421,11 +421,11 @@ class HubStorage(Storage):
                 asked_s = time.monotonic()
                 result = get_range(source.store, "", offset, nbytes)
                 self.note_first_byte(time.monotonic() - asked_s)
-                meta, data = result.meta, result.bytes()
+                meta, num_read = result.meta, receive(result, buffers)
             tag = meta.get("e_tag") or ""
             if source.nbytes not in (None, meta["size"]) or (worked and source.tags[0] != tag):
                 raise StorageError(_REPLACED, label, offset, nbytes)
-            self.fill(name, offset, buffers, memoryview(data), meta["size"])
+            self.note_read(name, offset, nbytes, num_read, meta["size"])
         except StorageError as error:
             self._sources.pop(key, None)  # the next attempt asks for its address again, since this may have
             error.transient |= worked and isinstance(error.__cause__, _REFUSED)  # expired

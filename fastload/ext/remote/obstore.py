@@ -34,7 +34,17 @@ from fastload.errors import OptionError, StorageError
 from fastload.ext.remote.azure import url_of, wait_for_copy
 from fastload.ext.remote.s3_settings import S3Settings, is_on, resolve
 from fastload.options import Patience
-from fastload.storage.base import HEAD_BYTES, FileStat, Folder, Names, ObjectWriter, WritableStorage, is_page
+from fastload.storage.base import (
+    HEAD_BYTES,
+    FileStat,
+    Folder,
+    Names,
+    ObjectWriter,
+    WritableStorage,
+    fill,
+    is_page,
+    take,
+)
 from fastload.storage.location import HTTP, Location, Secrets, basic_auth, locate
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
@@ -94,6 +104,7 @@ _MAX_LISTING_BYTES = 64 << 20
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
+_PART_BYTES = 256 << 10  # of a body: fits the cache of a core, and takes longer than a call
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
@@ -231,6 +242,24 @@ def get_range(store: Any, key: str, offset: int, nbytes: int) -> Any:
         if result.meta["size"] > nbytes:
             raise  # without reading the body, which may be of any size
         return result
+
+
+def receive(result: Any, buffers: Sequence[memoryview]) -> int:
+    """Copies the body of a response into buffers while it arrives; returns how much of it there was.
+
+    All of it at once would be 8 MiB of fresh memory for each request, whose pages the kernel has to clear.
+
+    Args:
+        result: A result of `get_range`, whose body is not read yet.
+        buffers: Their total length is that of the range.
+    """
+    num_read = 0
+    for part in result.stream(min_chunk_size=_PART_BYTES):
+        data = memoryview(part)
+        num_read += len(data)
+        taken, buffers = take(buffers, len(data))
+        fill(taken, data)
+    return num_read
 
 
 def advice(error: Exception) -> str:
@@ -469,17 +498,17 @@ class ObjectStorage(WritableStorage):
         if offset + nbytes <= len(first) and known is not None and version in ("", known.version):
             return self.fill(name, offset, buffers, first[offset : offset + nbytes])
 
-        def get(key: str) -> tuple[Any, Any]:
+        def get(key: str) -> tuple[int, Any]:
             asked_s = time.monotonic()
             result = get_range(self.store, key, offset, nbytes)
             self.note_first_byte(time.monotonic() - asked_s)
-            return result.bytes(), result.meta
+            return receive(result, buffers), result.meta
 
-        data, meta = self._call(name, get, offset, nbytes)
+        num_read, meta = self._call(name, get, offset, nbytes)
         found = _stat(meta)
         if version and not self._is_same(name, found, version):
             raise StorageError(_REPLACED, self.label(name), offset, nbytes)
-        self.fill(name, offset, buffers, data, found.nbytes)
+        self.note_read(name, offset, nbytes, num_read, found.nbytes)
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         def get(key: str) -> bytes | None:
