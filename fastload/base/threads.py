@@ -239,6 +239,34 @@ class Workers:
         self._calls.put((call, future))
         return future
 
+    def submit_all(self, calls: Sequence[Callable[[], object]]) -> Future[Any]:
+        """Makes calls as soon as threads are free; the future ends once all have, with the first error.
+
+        Args:
+            calls: At least one.
+
+        Raises:
+            RuntimeError: As for `submit`.
+        """
+        if len(calls) == 1:
+            return self.submit(calls[0])
+        ended: Future[None] = Future()
+        parts, num_done, lock = list[Future[object]](), count(1), threading.Lock()
+
+        def note(_: Future[object]) -> None:
+            with lock:
+                is_last = next(num_done) == len(calls)
+            if is_last:
+                error = next((error for part in parts if (error := part.exception()) is not None), None)
+                parts.clear()  # which refer to this function
+                ended.set_exception(error) if error is not None else ended.set_result(None)
+                del error
+
+        parts += [self.submit(call) for call in calls]
+        for part in tuple(parts):
+            part.add_done_callback(note)
+        return ended
+
     def set_most(self, num_threads: int) -> None:
         """Changes the number of calls at once; calls under way go on. After `close` no thread starts."""
         with self._lock:

@@ -315,10 +315,25 @@ class ChunkReader:
     def submit(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> Future[None]:
         """Begins to read the byte ranges of a chunk into buffers of the same total length.
 
+        What takes several requests of a storage that may be far away is read at once: none of them waits for
+        the answer to another one.
+
         The future raises `StorageError` if all retries fail, what the verifier raises, and `Interrupted`
         after `stop`.
         """
-        return self._workers.submit(partial(self._read, byte_ranges, buffers))
+        if self._storage.probes:
+            return self._workers.submit(partial(self._read, byte_ranges, buffers))
+        requests = _requests(byte_ranges, buffers, _MOST_BETWEEN_BYTES)
+        return self._workers.submit_all(
+            [
+                partial(
+                    self._read,
+                    [wanted for wanted, _ in request],
+                    [part for _, taken in request for part in taken],
+                )
+                for request in requests
+            ]
+        )
 
     def stop(self) -> None:
         """Ends reads that have not begun, and retries."""

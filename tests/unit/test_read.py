@@ -147,3 +147,43 @@ def test_spans_with_little_between_them_are_one_request(tmp_path: Path, is_local
     assert local.asked == [*merged, ("a", 9000, 10), ("a", 8990, 15), ("b", 9005, 5)]
     assert reader.close(wait_s=30.0)
     storage.close()
+
+
+class Meeting(Requests):
+    """Answers two requests once both are there, as if each waited for the other."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self._both = threading.Barrier(2, timeout=30)
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], *args: Any) -> None:
+        self._both.wait()
+        super().read_into(name, offset, buffers, *args)
+
+
+def test_the_requests_of_one_chunk_are_under_way_together(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(_TEXT)
+    storage = PatientStorage(Meeting(str(tmp_path)), Patience(0))
+    files = [FileEntry(name, len(_TEXT), "", "") for name in "ab"]
+    reader = ChunkReader(storage, files, pace=Pace(2, 2))
+    data = bytearray(8)
+    reader.submit([ByteRange(0, 12, 4), ByteRange(1, 0, 4)], [memoryview(data)]).result(60)
+    assert data == b"cdef0123"
+    assert reader.close(wait_s=30.0)
+    storage.close()
+
+
+def test_a_chunk_ends_after_all_of_its_requests_with_the_error_of_one(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(_TEXT)
+    storage = PatientStorage(Requests(str(tmp_path)), Patience(0))
+    files = [FileEntry(name, len(_TEXT), "", "") for name in "ab"]
+    reader = ChunkReader(storage, files, pace=Pace(1, 1))
+    data = bytearray(8)
+    read = reader.submit([ByteRange(0, 12, 4), ByteRange(1, 0, 4)], [memoryview(data)])
+    error = read.exception(60)
+    assert isinstance(error, StorageError)
+    assert error.url.endswith("/a")
+    assert data[4:] == b"0123"
+    assert reader.close(wait_s=30.0)
+    storage.close()
