@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -233,6 +233,27 @@ def test_a_range_of_a_whole_file_may_be_answered_with_the_file(files: Files, tmp
         with pytest.raises(StorageError, match="replaced"):
             read(storage, "", 0, 10, "v0")
         storage.close()
+
+
+def test_a_body_that_does_not_end_is_left() -> None:
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(206)
+            self.send_header("Content-Range", "bytes 0-9/100")
+            self.send_header("ETag", '"v1"')
+            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+            self.send_header("Content-Length", str(1 << 40))
+            self.end_headers()
+            with suppress(OSError):  # once the client is gone
+                while True:
+                    self.wfile.write(bytes(1 << 16))
+
+    with (
+        serving(Endless) as url,
+        closing(open_storage(f"{url}/a.safetensors", NAMES)) as storage,
+        pytest.raises(StorageError, match=r"got \d+ of 10 bytes"),
+    ):
+        read(storage, "", 0, 10)
 
 
 def test_a_server_without_ranges_is_told_before_it_sends_a_large_file(files: Files) -> None:

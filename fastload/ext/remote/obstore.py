@@ -247,18 +247,21 @@ def get_range(store: Any, key: str, offset: int, nbytes: int) -> Any:
 def receive(result: Any, buffers: Sequence[memoryview]) -> int:
     """Copies the body of a response into buffers while it arrives; returns how much of it there was.
 
-    All of it at once would be 8 MiB of fresh memory for each request, whose pages the kernel has to clear.
+    All of it at once would be 8 MiB of fresh memory for each request, whose pages the kernel has to clear. Of
+    a body that is too long no more is read than shows that it is.
 
     Args:
         result: A result of `get_range`, whose body is not read yet.
         buffers: Their total length is that of the range.
     """
-    num_read = 0
+    num_read, nbytes = 0, sum(map(len, buffers))
     for part in result.stream(min_chunk_size=_PART_BYTES):
         data = memoryview(part)
         num_read += len(data)
         taken, buffers = take(buffers, len(data))
         fill(taken, data)
+        if num_read > nbytes:
+            break
     return num_read
 
 
