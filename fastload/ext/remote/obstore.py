@@ -104,7 +104,7 @@ _MAX_LISTING_BYTES = 64 << 20
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
-_PART_BYTES = 256 << 10  # of a body: fits the cache of a core, and takes longer than a call
+_PART_BYTES = 2 << 20  # of a long body
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
@@ -245,17 +245,19 @@ def get_range(store: Any, key: str, offset: int, nbytes: int) -> Any:
 
 
 def receive(result: Any, buffers: Sequence[memoryview]) -> int:
-    """Copies the body of a response into buffers while it arrives; returns how much of it there was.
+    """Copies the body of a response into buffers; returns how much of it there was.
 
-    All of it at once would be 8 MiB of fresh memory for each request, whose pages the kernel has to clear. Of
-    a body that is too long no more is read than shows that it is.
+    A long one is copied while it arrives: all of it at once would be fresh memory for each request, whose
+    pages the kernel has to clear. Of one that is too long no more is read than shows that it is. A short one
+    takes less processor time at once.
 
     Args:
         result: A result of `get_range`, whose body is not read yet.
         buffers: Their total length is that of the range.
     """
     num_read, nbytes = 0, sum(map(len, buffers))
-    for part in result.stream(min_chunk_size=_PART_BYTES):
+    parts = [result.bytes()] if nbytes <= _PART_BYTES else result.stream(min_chunk_size=_PART_BYTES)
+    for part in parts:
         data = memoryview(part)
         num_read += len(data)
         taken, buffers = take(buffers, len(data))
