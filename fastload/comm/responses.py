@@ -20,7 +20,7 @@ from fastload.base.memory import uncollected
 _VALUE = "value"
 _COLUMNS = "="  # marks columns, which are not JSON
 _NEXT, _TIMES = "\x01", "\x02"  # between values, and before the number of repetitions: not in JSON
-_NEXT_COLUMN = "\x03"
+_NEXT_COLUMN = "\x05"  # `rendezvous` has those in between
 
 _encoder = json.JSONEncoder(separators=(_NEXT, ": "))
 _WITH_PARTS = dict, list, tuple
