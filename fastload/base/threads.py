@@ -259,7 +259,10 @@ class Workers:
             if is_last:
                 error = next((error for part in parts if (error := part.exception()) is not None), None)
                 parts.clear()  # which refer to this function
-                ended.set_exception(error) if error is not None else ended.set_result(None)
+                if error is None:
+                    ended.set_result(None)
+                else:
+                    ended.set_exception(error)
                 del error
 
         parts += [self.submit(call) for call in calls]

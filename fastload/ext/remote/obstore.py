@@ -104,7 +104,7 @@ _MAX_LISTING_BYTES = 64 << 20
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
-_PART_BYTES = 2 << 20  # of a long body
+_PART_BYTES = 2 << 20  # longer bodies are taken in parts of this length
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
