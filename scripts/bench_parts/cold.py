@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 
+import fastload
 from bench_parts import baselines, lab_arms
+from fastload import LoadOptions
 from fastload.base.memory import allocate_staging
 
 REFERENCE = "reference: direct reads"
@@ -31,11 +34,11 @@ def prepare(folder: Path) -> None:
 
 
 def arms(folder: Path) -> dict[str, Callable[[], baselines.State]]:
-    """Returns the arms without fastload, and the limit of the disk."""
+    """Returns the arms without fastload or into tensors that exist, and the limit of the disk."""
     safetensors, files = folder / "safetensors", LocalFileSystem()
     places = lab_arms.Places(http="", s3="", folder=folder)
     named: dict[str, Callable[[], baselines.State]] = {
-        f"{REFERENCE}, {threads} a rank": DirectReads(safetensors, threads) for threads in (1, 2, 4)
+        f"{REFERENCE}, {threads} a rank": DirectReads(safetensors, threads) for threads in (1, 2, 4, 8)
     }
     named |= {
         "no load: every rank touches its memory once": partial(touch_memory, safetensors),
@@ -48,6 +51,12 @@ def arms(folder: Path) -> dict[str, Callable[[], baselines.State]]:
         ),
         "torch DCP": partial(lab_arms.torch_dcp, places),
     }
+    mapped = baselines.every_rank_maps(files, str(safetensors))
+    into = {name: torch.zeros_like(tensor) for name, tensor in mapped.items()}  # touched, as on a restart
+    for strategy in ("auto", "allgather"):
+        options = LoadOptions(strategy=strategy)
+        into_tensors = partial(fastload.load, str(safetensors), into=into, options=options)
+        named[f"fastload {strategy}, into tensors that exist"] = into_tensors
     libraries = {
         "fastsafetensors": {
             "fastsafetensors ParallelLoader": lab_arms.fastsafetensors_parallel,

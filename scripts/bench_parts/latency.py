@@ -6,6 +6,7 @@ Arms take turns in one job. Clients alone run on rank 0, and stand for what the 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import importlib.util
 import os
@@ -247,7 +248,12 @@ def new_lines(log: str, begin: int, port: int) -> list[str]:
 
 
 def warm_memory(nbytes: int) -> None:
-    """Touches as much memory as the state takes, and frees it: a first touch may be slow."""
+    """Touches as much memory as the state takes, and frees it, so that no run finds memory of its own kind.
+
+    On a virtual machine the first touch of memory that the host has taken back is slow. Memory that an arm
+    has freed, but that malloc keeps, would be of use to that arm alone.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     allocate_staging(nbytes, pinned=False).zero_()
 
 

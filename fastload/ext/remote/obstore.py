@@ -104,7 +104,7 @@ _MAX_LISTING_BYTES = 64 << 20
 _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
-_PART_BYTES = 2 << 20  # longer bodies are taken in parts of this length
+_PART_BYTES = 256 << 10  # longer bodies are taken in parts of at least this length
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
@@ -248,8 +248,9 @@ def receive(result: Any, buffers: Sequence[memoryview]) -> int:
     """Copies the body of a response into buffers; returns how much of it there was.
 
     A long one is copied while it arrives: all of it at once would be fresh memory for each request, whose
-    pages the kernel has to clear. Of one that is too long no more is read than shows that it is. A short one
-    takes less processor time at once.
+    pages the kernel has to clear. Parts are short, since obstore copies each while it holds Python's lock. Of
+    a body that is too long no more is read than shows that it is. A short one takes less processor time at
+    once.
 
     Args:
         result: A result of `get_range`, whose body is not read yet.

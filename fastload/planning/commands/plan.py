@@ -205,6 +205,10 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
     }
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number > 1)}"
+
+
 def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> None:
     cluster = load.cluster
     console = stdout()
@@ -215,9 +219,11 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
         console.print(f"{what}, of which each of {cluster.num_ranks:,} ranks holds {held}", style="bold")
         exchange = f"messages over Gloo; {load.parallel}"
     else:
-        console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
+        num_ranks = cluster.num_ranks
+        console.print(f"{what} into {'each of ' * (num_ranks > 1)}{_count(num_ranks, 'rank')}", style="bold")
         exchange = "NCCL" if cluster.nccl else "Gloo"
-    console.print(f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} ranks; exchange: {exchange}")
+    world = f"{_count(cluster.num_hosts, 'host')} × {_count(cluster.ranks_per_host, 'rank')}"
+    console.print(f"{world}; exchange: {exchange}")
     rates = {
         "storage": cluster.storage_bytes_per_s,
         "storage to each host": cluster.host_storage_bytes_per_s,
