@@ -8,7 +8,7 @@ import os
 __version__ = "0.2.0"
 """The next release, with ``.dev0`` until it is made. The first commit after a release names the next one."""
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Incremented by each commit that changes messages between ranks, or values that all ranks compute alike,
 such as plans of transfers and layouts of files."""
 

@@ -61,6 +61,7 @@ class Access:
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, the reason.
         shared: Whether all ranks read through one link (object store, network file system).
+        first_byte_s: Least time in seconds to the first byte of the headers, on rank 0; 0 if it is unknown.
         supply: The readers of each byte; None if every reader has all of them.
         cached: The bytes that this rank has in its own memory; None if no rank has any.
         components: The checkpoints that a layer has composed it of: of a delta, its own files, its base, and
@@ -77,6 +78,7 @@ class Access:
     readers: tuple[int, ...]
     notes: Mapping[int, str]
     shared: bool
+    first_byte_s: float = 0.0
     supply: Supply | None = None
     cached: CachedBytes | None = None
     components: tuple[Access, ...] = ()
@@ -278,6 +280,7 @@ class _Opening:
             readers=tuple(sorted(set(range(world.size)) - notes.keys())),
             notes=notes,
             shared=any(one["shared"] for one in kinds),
+            first_byte_s=responses[0]["first_byte_s"],
         )
 
     def close(self) -> None:
@@ -290,12 +293,14 @@ class _Opening:
         # Where a look costs a request, rank 0 looks when it reads the manifest.
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
         has_it = sees == Sight.CHECKPOINT
+        early = self._read_early(storage) if has_it and world.rank == 0 and world.size > 1 else None
         return {
             "machine": Each([machine_digest(world.host, world.rank)]),
             "call": dict(call),
             "sees": sees,
             "shared": storage.shared,
-            "manifest": self._read_early(storage) if has_it and world.rank == 0 and world.size > 1 else None,
+            "manifest": early,
+            "first_byte_s": round(storage.first_byte_s, 6),
             "files": _files_seen(storage) if has_it and storage.probes and world.size > 1 else "",
         }
 

@@ -93,15 +93,22 @@ class Opened:
             in_parts: Whether data may be read without their first byte; see `Guards`.
             shared: Whether other ranks of this host read the same bytes.
         """
-        manifest, storage, threads = self.access.stored, self.access.storage, self.options.read_threads
+        access, manifest, storage = self.access, self.access.stored, self.access.storage
         storage.share_reads(shared)
+        pace = pace_of(
+            self.options.read_threads,
+            plan,
+            storage,
+            ranks_on_host=self.ranks_on_host,
+            first_byte_s=access.first_byte_s,
+        )
         return ChunkReader(
             storage,
             manifest.files,
-            pace=pace_of(threads, plan, storage, ranks_on_host=self.ranks_on_host),
+            pace=pace,
             verifier=self.verifier,
             guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
-            cached=self.access.cached,
+            cached=access.cached,
         )
 
     def match(self, request: Request) -> Match:

@@ -69,7 +69,9 @@ class Pace:
         least: Reads in flight at first, and at least, unless storage refuses.
         most: At most.
         far: Reads in flight as soon as storage turns out to be far away.
-        first_byte_s: Least time in seconds to the first byte of an earlier request; 0 if there was none.
+        first_byte_s: Least time in seconds to the first byte of an earlier request; 0 if there was none. If
+            there was, later ones do not tell how far away storage is: they may wait in the queue of a link
+            that these reads fill.
 
     Attributes:
         most: As given, or `least` if that is more.
@@ -83,6 +85,7 @@ class Pace:
         self.most = max(least, most)
         self._ceiling = self.most  # what storage does not refuse
         self._far = min(far, self.most)
+        self._knows_distance = first_byte_s > 0.0
         self.width = max(least, self._far) if first_byte_s >= _FAR_S else least
         self._lock = threading.Lock()
         self._fewest = least
@@ -98,11 +101,11 @@ class Pace:
     def note_first_byte(self, after_s: float) -> None:
         """Notes that the first byte of a request, of which a read may need several, came after so long."""
         with self._lock:
-            is_first = not self.times.num_answers
             self.times.num_answers += 1
             self.times.first_byte_s += after_s
-            if is_first and after_s >= _FAR_S:
+            if not self._knows_distance and after_s >= _FAR_S:
                 self.width = max(self.width, min(self._far, self._ceiling))
+            self._knows_distance = True
 
     def note_end(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
         """Notes the end of a read.

@@ -280,12 +280,27 @@ _FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
 
-def pace_of(num_threads: int | None, plan: Plan, storage: CheckpointReader, *, ranks_on_host: int) -> Pace:
+def pace_of(
+    num_threads: int | None,
+    plan: Plan,
+    storage: CheckpointReader,
+    *,
+    ranks_on_host: int,
+    first_byte_s: float = 0.0,
+) -> Pace:
     """Returns how many reads a rank has in flight.
 
     That is the option if it is set, or 1 if storage needs reads in order. Else it follows storage. It begins
     with what the plan needs with an exchange, and without one with this rank's share of the host's cores, at
     least 2; with more if storage was far away when the headers were read.
+
+    Args:
+        num_threads: The option.
+        plan: The plan.
+        storage: What the chunks are read from.
+        ranks_on_host: Ranks that share the host's cores.
+        first_byte_s: Time in seconds to the first byte of the headers, on the rank that read them; 0 if it
+            is unknown.
     """
     if num_threads is not None or storage.in_order:
         return Pace(num_threads or 1, num_threads or 1)
@@ -294,7 +309,7 @@ def pace_of(num_threads: int | None, plan: Plan, storage: CheckpointReader, *, r
     num_readers = len(plan.readers)
     most = max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // num_readers)))
     far = max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers)
-    return Pace(least, most, far, first_byte_s=storage.first_byte_s)
+    return Pace(least, most, far, first_byte_s=first_byte_s or storage.first_byte_s)
 
 
 class PlacedRounds:

@@ -73,6 +73,13 @@ def test_storage_whose_headers_came_late_gets_many_reads_at_once() -> None:
 
 
 @pytest.mark.parametrize("least", [2, 4])
+def test_storage_whose_headers_came_soon_is_not_far_because_reads_wait_for_each_other(least: int) -> None:
+    pace = Pace(least, 64, 16, first_byte_s=0.001)
+    duration_s, _ = read_all(pace, 64, lambda in_flight, now_s: (0.04, 0.1 * in_flight, False))
+    assert pace.times.reading_s / duration_s <= 2.5 * least
+
+
+@pytest.mark.parametrize("least", [2, 4])
 def test_a_link_that_is_full_gets_no_more(least: int) -> None:
     pace = Pace(least, 64, 16)
     duration_s, _ = read_all(pace, 512, lambda in_flight, now_s: (0.001, 0.02 * in_flight, False))

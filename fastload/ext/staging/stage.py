@@ -256,11 +256,11 @@ class Stage:
 
     def _open(self, inventory: Inventory, leaders: _Leaders, missing: _Missing, plan: TransferPlan) -> _Job:
         world, options = self._world, self._options
-        storage = self._access.storage
+        storage, first_byte_s = self._access.storage, self._access.first_byte_s
         if missing.complete:
             patience = Patience(options.retries, world.patience_s / 2)
-            storage = PatientStorage(LocalStorage(self._path, options.io), patience)
-        pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1)
+            storage, first_byte_s = PatientStorage(LocalStorage(self._path, options.io), patience), 0.0
+        pace = pace_of(options.read_threads, plan, storage, ranks_on_host=1, first_byte_s=first_byte_s)
         files = inventory.files if missing.complete else at_source(self._access.stored, inventory.files)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         writer = FileWriter(
