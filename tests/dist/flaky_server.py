@@ -61,6 +61,8 @@ class FlakyServer(Server):
         faults: How to fail, for the data requests to come: taken from the front, one each.
         log: (method, path, range) of every request.
         dead_until: Until when, by `time.monotonic`, every connection is reset.
+        late_s: Seconds before each answer.
+        gathering: Data requests wait there for each other, once.
         cut_off: Clients that name themselves so (header ``X-Rank``) get a reset for every data request.
     """
 
@@ -71,6 +73,8 @@ class FlakyServer(Server):
         self.log: list[tuple[str, str, str]] = []
         self.lock = threading.Lock()
         self.dead_until = 0.0
+        self.late_s = 0.0
+        self.gathering: threading.Barrier | None = None
         self.cut_off = ""
 
 
@@ -90,6 +94,7 @@ class _Handler(Handler):
             self.server.log.append((self.command, self.path, wanted))
         if time.monotonic() < self.server.dead_until:
             return self._reset()
+        time.sleep(self.server.late_s)
         if not path.is_file():
             return self._status(404)
         data = path.read_bytes()
@@ -101,6 +106,10 @@ class _Handler(Handler):
         if with_body and begin and end - begin > _SMALL_BYTES:
             if self.server.cut_off and self.headers.get("X-Rank") == self.server.cut_off:
                 return self._reset()
+            if (gathering := self.server.gathering) is not None:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    gathering.wait()
+                self.server.gathering = None
             with self.server.lock:
                 fault = self.server.faults.pop(0) if self.server.faults else ""
                 if fault == "outage":

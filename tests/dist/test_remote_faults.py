@@ -1,7 +1,8 @@
-"""Faults of an HTTP server: the load heals, or fails everywhere with the cause."""
+"""HTTP servers that fail or are far away: the load heals, or fails everywhere with the cause."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,19 @@ def test_only_the_first_rank_asks_for_metadata(server: FlakyServer, folder: Path
     gets = [wanted for method, _, wanted in server.log if method == "GET" and wanted != of_guess]
     headers = [wanted for wanted in gets if wanted.startswith(("bytes=0-", "bytes=8-"))]
     assert len(headers) == 2, "with the sizes of two files; the index has come with the guess"
+
+
+def load_far(rank: int, world: int, url: str, folder: Path) -> None:
+    far = fastload.LoadOptions(strategy="allgather", chunk_bytes=16 << 10, timeout_s=240.0)
+    assert_same_bits(fastload.load(f"{url}/ckpt", options=far), load_reference(folder / "ckpt"))
+
+
+def test_all_ranks_know_from_the_headers_that_storage_is_far_away(server: FlakyServer, folder: Path) -> None:
+    """The first rank reads them. Together both begin with 64 reads; 40 wait until all are under way."""
+    server.late_s = 0.03
+    server.gathering = gathering = threading.Barrier(40, timeout=20.0)
+    run_ranks(load_far, 2, url=server.url, folder=folder)
+    assert not gathering.broken, "fewer reads were under way"
 
 
 def fail(rank: int, world: int, url: str) -> dict[int, str]:
