@@ -84,9 +84,9 @@ class Pace:
         self.times = ReadTimes()
         self.most = max(least, most)
         self._ceiling = self.most  # what storage does not refuse
-        self._far = min(far, self.most)
-        self._knows_distance = first_byte_s > 0.0
-        self.width = max(least, self._far) if first_byte_s >= _FAR_S else least
+        far = min(far, self.most)
+        self.width = max(least, far) if first_byte_s >= _FAR_S else least
+        self._far = 0 if first_byte_s else far  # 0 once it is known how far away storage is
         self._lock = threading.Lock()
         self._fewest = least
         self._fewest_s = 0.0  # what a read takes with so many
@@ -103,9 +103,9 @@ class Pace:
         with self._lock:
             self.times.num_answers += 1
             self.times.first_byte_s += after_s
-            if not self._knows_distance and after_s >= _FAR_S:
+            if after_s >= _FAR_S:
                 self.width = max(self.width, min(self._far, self._ceiling))
-            self._knows_distance = True
+            self._far = 0
 
     def note_end(self, nbytes: int, began_s: float, ended_s: float, *, refused: bool, is_full: bool) -> None:
         """Notes the end of a read.
