@@ -18,6 +18,7 @@ OUTAGE_S = 5.0
 _SMALL_BYTES = 4096  # these, and ranges from the beginning, are headers, which most tests leave alone
 _STALL_S = 30.0
 _TRICKLE_S = 0.25
+_GATHERING_S = 20.0
 
 
 class Server(ThreadingHTTPServer):
@@ -62,7 +63,9 @@ class FlakyServer(Server):
         log: (method, path, range) of every request.
         dead_until: Until when, by `time.monotonic`, every connection is reset.
         late_s: Seconds before each answer.
-        gathering: Data requests wait there for each other, once.
+        num_together: The first data requests wait until there are so many; 0 once they have waited in vain.
+        num_waiting: Data requests so far.
+        came_together: Set when they need not wait.
         cut_off: Clients that name themselves so (header ``X-Rank``) get a reset for every data request.
     """
 
@@ -74,7 +77,9 @@ class FlakyServer(Server):
         self.lock = threading.Lock()
         self.dead_until = 0.0
         self.late_s = 0.0
-        self.gathering: threading.Barrier | None = None
+        self.num_together = 0
+        self.num_waiting = 0
+        self.came_together = threading.Event()
         self.cut_off = ""
 
 
@@ -106,15 +111,21 @@ class _Handler(Handler):
         if with_body and begin and end - begin > _SMALL_BYTES:
             if self.server.cut_off and self.headers.get("X-Rank") == self.server.cut_off:
                 return self._reset()
-            if (gathering := self.server.gathering) is not None:
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    gathering.wait()
-                self.server.gathering = None
+            self._wait_for_others()
             with self.server.lock:
                 fault = self.server.faults.pop(0) if self.server.faults else ""
                 if fault == "outage":
                     self.server.dead_until = time.monotonic() + OUTAGE_S
         self._send(data, begin, end, partial=bool(wanted), with_body=with_body, fault=fault)
+
+    def _wait_for_others(self) -> None:
+        server = self.server
+        with server.lock:
+            server.num_waiting += 1
+            if server.num_waiting >= server.num_together:
+                server.came_together.set()
+        if not server.came_together.wait(_GATHERING_S):
+            server.num_together = 0
 
     def _send(self, data: bytes, begin: int, end: int, *, partial: bool, with_body: bool, fault: str) -> None:
         if fault.isdigit():
