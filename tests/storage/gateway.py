@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from tests.dist.flaky_server import Handler, Server, serving
 
@@ -23,7 +23,10 @@ _TIMEOUT_S = 20
 
 
 class Request(NamedTuple):
-    """A request: method, host that it names, path with query, and headers by lower-case name."""
+    """A request: method, host that it names, path with query, and headers by lower-case name.
+
+    What S3 takes as a header or in the query of a signed URL counts as a header.
+    """
 
     method: str
     host: str
@@ -72,7 +75,8 @@ class _Handler(Handler):
     def _pass_on(self) -> None:
         url = urlsplit(self.path)  # with a host, if this is used as a proxy
         path = f"{url.path}?{url.query}" if url.query else url.path
-        headers = {name.lower(): value for name, value in self.headers.items()}
+        of_url = parse_qsl(url.query) if "X-Amz-Signature=" in url.query else []
+        headers = {name.lower(): value for name, value in [*of_url, *self.headers.items()]}
         request = Request(self.command, url.netloc or headers["host"], path, headers)
         self.server.log.append(request)
         body = self._body()

@@ -15,6 +15,8 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import safetensors.torch
+import torch
 
 import fastload
 from fastload.errors import CheckpointNotFound, OptionError, StorageError
@@ -119,6 +121,16 @@ def test_a_report_has_the_time_to_the_first_byte(hub: HubServer, checkpoint: Pat
     reports: list[fastload.LoadReport] = []
     fastload.load("hf://org/model", options=fastload.LoadOptions(on_report=reports.append))
     assert reports[0].ranks[0].first_byte_s > 0
+
+
+def test_long_bodies_are_received_directly(hub: HubServer, tmp_path: Path) -> None:
+    state = {f"layer.{number}": torch.full((1 << 18,), number) for number in range(4)}
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    hub.repos["org/large"] = Repo({"x.safetensors": (tmp_path / "x.safetensors").read_bytes()})
+    assert_same_bits(fastload.load("hf://org/large"), state)
+    direct = [headers for *_, headers in hub.cdn.log if headers.get("accept-encoding") == "identity"]
+    assert len(direct) >= 4
+    assert all("fastload" in headers["user-agent"] for headers in direct), "as the other requests"
 
 
 def test_a_single_file_and_one_in_a_directory(hub: HubServer, checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ from tests.storage.s3_server import BUCKET, DOMAIN, KEY, SECRET, s3_server
 KEYS = {"access_key_id": KEY, "secret_access_key": SECRET}
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 NOBODY = "http://127.0.0.1:9"
-STATE = {"a": torch.arange(5000), "step": 3}
+STATE = {"a": torch.arange(100_000), "step": 3}
 
 
 @dataclass
@@ -302,6 +302,24 @@ def test_settings(
         assert re.fullmatch(case.host, request.host), request
         for header, value in case.headers.items():
             assert re.fullmatch(value, request.headers.get(header, "")), (header, request)
+
+
+@pytest.mark.parametrize(
+    ("options", "direct"),
+    [({}, True), ({"request_payer": True}, False)],
+    ids=str,
+)
+def test_long_bodies_are_asked_for_by_signed_urls(
+    plain: Gateway, options: dict[str, Any], direct: bool
+) -> None:
+    """And are received directly, unless a signed URL is not enough."""
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex} ä+"
+    fastload.save(STATE, url, storage_options={"endpoint": plain.url, **KEYS})
+    plain.log.clear()
+    fastload.load(url, storage_options={"endpoint": plain.url, **KEYS, **options})
+    signed = [request for request in plain.log if "x-amz-signature" in request.headers]
+    assert bool(signed) is direct
+    assert all(request.headers["accept-encoding"] == "identity" for request in signed)
 
 
 def test_an_endpoint_with_a_path(tmp_path: Path) -> None:

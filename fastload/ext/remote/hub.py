@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,8 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from fastload.base.version import __version__
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, StorageError
-from fastload.ext.remote.obstore import advice, get_range, is_transient, make_store, receive
+from fastload.ext.remote.direct import Connections
+from fastload.ext.remote.obstore import Ranges, StoreSettings, advice, is_transient, settings_of
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, hub_blob
 from fastload.storage.location import HTTP, Location, Secrets, locate
@@ -63,12 +63,12 @@ class _Source:
     """A file at the address that the hub redirects to.
 
     Attributes:
-        store: Its obstore store; without the token, unless the hub itself has the file.
+        ranges: Reads it; without the token, unless the hub itself has the file.
         nbytes: Its size, as the hub knows it; None if it does not say.
         tags: ETag of its first responses.
     """
 
-    store: Any
+    ranges: Ranges
     nbytes: int | None
     tags: list[str]
 
@@ -157,13 +157,16 @@ class _Repository:
             answer = self._get(url, query)
         raise StorageError("its listing has too many pages", self._url)
 
-    def source(self, commit: str, path: str, content: str) -> _Source:
+    def source(self, commit: str, path: str, content: str) -> tuple[StoreSettings, int | None]:
         """Asks for the address of a file. Another host than the hub never gets the token.
 
         Args:
             commit: Its commit.
             path: Its path in the repository.
             content: Its ETag; empty to accept any.
+
+        Returns:
+            The settings of its store, and its size; None if the hub does not say.
         """
         found = get_hf_file_metadata(
             f"{self._page}/resolve/{commit}/{quote(path)}",
@@ -182,8 +185,7 @@ class _Repository:
         if urlsplit(location.address)[:2] == hub[:2] and "authorization" in self._headers:
             headers["Authorization"] = self._headers["authorization"]
         options = {"default_headers": headers}
-        store = make_store(location, options, attempt_s=self._attempt_s, retry={"max_retries": 0})
-        return _Source(store, found.size, [])
+        return settings_of(location, options, attempt_s=self._attempt_s), found.size
 
     def _get(self, what: str, query: Sequence[tuple[str, str]] = ()) -> Any:
         """Requests JSON; a path that is not in the repository is status 404."""
@@ -286,6 +288,7 @@ class HubStorage(Storage):
         self._commit = repository.revision if _COMMIT.fullmatch(repository.revision) else ""
         self._known: dict[str, FileStat | None] = {}
         self._names: list[str] | None = None  # of the files directly in the root, if it is a directory
+        self._connections = Connections()  # to the servers of all files
         self._sources: dict[tuple[str, str], _Source] = {}
         self._asking: dict[tuple[str, str], threading.Lock] = {}
 
@@ -357,6 +360,7 @@ class HubStorage(Storage):
 
     def close(self) -> None:
         self._sources.clear()
+        self._connections.close()
         self._cache.close()
 
     def _in_repository(self, name: str) -> str:
@@ -413,15 +417,13 @@ class HubStorage(Storage):
         with asking, self._repository.errors(label, offset, nbytes):
             source = self._sources.get(key)
             if source is None:
-                source = self._repository.source(commit, self._in_repository(name), content)
+                settings, size = self._repository.source(commit, self._in_repository(name), content)
+                source = _Source(Ranges(settings, self._connections, self.note_first_byte), size, [])
                 self._sources[key] = source
         worked, secrets = bool(source.tags), self._repository.secrets
         try:
             with secrets.errors(label, offset, nbytes, is_transient=is_transient, advice=advice):
-                asked_s = time.monotonic()
-                result = get_range(source.store, "", offset, nbytes)
-                self.note_first_byte(time.monotonic() - asked_s)
-                meta, num_read = result.meta, receive(result, buffers)
+                num_read, meta = source.ranges.read("", offset, buffers)
             tag = meta.get("e_tag") or ""
             if source.nbytes not in (None, meta["size"]) or (worked and source.tags[0] != tag):
                 raise StorageError(_REPLACED, label, offset, nbytes)

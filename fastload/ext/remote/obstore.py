@@ -32,6 +32,7 @@ from fastload.base.registry import extensions
 from fastload.base.threads import in_threads
 from fastload.errors import OptionError, StorageError
 from fastload.ext.remote.azure import url_of, wait_for_copy
+from fastload.ext.remote.direct import Connections, DirectBodies
 from fastload.ext.remote.s3_settings import S3Settings, is_on, resolve
 from fastload.options import Patience
 from fastload.storage.base import (
@@ -105,6 +106,7 @@ _PAGE = 1000  # objects in one listing response of S3
 _LAST = "\U0010ffff"  # sorts after all other characters
 _REPLACED = "it was replaced while it was read"
 _PART_BYTES = 256 << 10  # longer bodies are taken in parts of at least this length
+_SIGNED_FOR = timedelta(minutes=15)  # the clock of the server may differ by as much
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
@@ -198,23 +200,6 @@ def _provider_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name == "credential_provider" and value}
 
 
-def make_store(
-    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
-) -> Any:
-    """Creates an obstore store for a URL.
-
-    Args:
-        url: As for `settings_of`.
-        options: Likewise.
-        attempt_s: Likewise.
-        retry: obstore's own retries.
-
-    Raises:
-        OptionError: The store does not accept the URL or an option.
-    """
-    return settings_of(url, options, attempt_s=attempt_s).make(retry=retry)
-
-
 def is_transient(error: Exception) -> bool:
     """Whether another attempt could succeed after an error of obstore."""
     if not isinstance(error, GenericError):
@@ -244,7 +229,61 @@ def get_range(store: Any, key: str, offset: int, nbytes: int) -> Any:
         return result
 
 
-def receive(result: Any, buffers: Sequence[memoryview]) -> int:
+class Ranges:
+    """Reads ranges of the objects of a store.
+
+    Args:
+        settings: The settings of the store.
+        connections: For what obstore does not receive.
+        note_first_byte: Called with the seconds from each request to its answer.
+
+    Attributes:
+        store: The obstore store.
+        connections: As given.
+    """
+
+    def __init__(
+        self, settings: StoreSettings, connections: Connections, note_first_byte: Callable[[float], None]
+    ) -> None:
+        self.connections = connections
+        # Without retries of obstore: those of fastload know the deadline and all transient errors.
+        self.store: Any = settings.make(retry={"max_retries": 0})
+        self._note_first_byte = note_first_byte
+        self._direct: DirectBodies | None = None
+        address_of = _addresses(settings, self.store)
+        if address_of is not None and DirectBodies.takes(settings.client):
+            self._direct = DirectBodies(address_of, settings.client, connections, note_first_byte)
+
+    def read(self, key: str, offset: int, buffers: Sequence[memoryview]) -> tuple[int, Mapping[str, Any]]:
+        """Reads a range into buffers.
+
+        Returns:
+            How much of it there was, and the object's metadata as obstore has it.
+        """
+        nbytes = sum(map(len, buffers))
+        if self._direct is not None and nbytes > _PART_BYTES:
+            meta = self._direct.read(key, offset, buffers)
+            if meta is not None:
+                return nbytes, meta
+        asked_s = time.monotonic()
+        result = get_range(self.store, key, offset, nbytes)
+        self._note_first_byte(time.monotonic() - asked_s)
+        return _receive(result, buffers), result.meta
+
+
+def _addresses(settings: StoreSettings, store: Any) -> Callable[[str], str] | None:
+    """Returns what gives the URL of a key, which is all that a client needs; None if there is none."""
+    if settings.s3 is not None:
+        if settings.s3.is_unsigned or settings.s3.has_headers_of_reads:
+            return None
+        return lambda key: str(obstore.sign(store, "GET", key, _SIGNED_FOR))
+    if settings.location.scheme not in HTTP:
+        return None
+    path, mark, query = _without_user(settings.location.address).partition("?")
+    return lambda key: f"{'/'.join(filter(None, (path, quote(key))))}{mark}{query}"
+
+
+def _receive(result: Any, buffers: Sequence[memoryview]) -> int:
     """Copies the body of a response into buffers; returns how much of it there was.
 
     A long one is copied while it arrives: all of it at once would be fresh memory for each request, whose
@@ -329,7 +368,6 @@ class ObjectStorage(WritableStorage):
     Attributes:
         url: URL of the root, for messages.
         settings: The settings of the store.
-        store: The obstore store.
         patience: As given.
 
     Raises:
@@ -350,11 +388,15 @@ class ObjectStorage(WritableStorage):
         # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
         self.settings = settings_of(root, options, attempt_s=patience.attempt_s)
-        # Without retries of obstore: those of fastload know the deadline and all transient errors.
-        self.store: Any = self.settings.make(retry={"max_retries": 0})
+        self._ranges = Ranges(self.settings, Connections(), self.note_first_byte)
         self._known: dict[str, FileStat | None] = {}  # None: a guess that was wrong
         self._heads: dict[str, bytes] = {}  # what was read for metadata, for the next read of each
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
+
+    @property
+    def store(self) -> Any:
+        """The obstore store."""
+        return self._ranges.store
 
     def stat(self, name: str) -> FileStat | None:
         if name in self._known:
@@ -504,13 +546,10 @@ class ObjectStorage(WritableStorage):
         if offset + nbytes <= len(first) and known is not None and version in ("", known.version):
             return self.fill(name, offset, buffers, first[offset : offset + nbytes])
 
-        def get(key: str) -> tuple[int, Any]:
-            asked_s = time.monotonic()
-            result = get_range(self.store, key, offset, nbytes)
-            self.note_first_byte(time.monotonic() - asked_s)
-            return receive(result, buffers), result.meta
+        def read(key: str) -> tuple[int, Mapping[str, Any]]:
+            return self._ranges.read(key, offset, buffers)
 
-        num_read, meta = self._call(name, get, offset, nbytes)
+        num_read, meta = self._call(name, read, offset, nbytes)
         found = _stat(meta)
         if version and not self._is_same(name, found, version):
             raise StorageError(_REPLACED, self.label(name), offset, nbytes)
@@ -660,6 +699,7 @@ class ObjectStorage(WritableStorage):
     def close(self) -> None:
         self._known.clear()
         self._heads.clear()
+        self._ranges.connections.close()
 
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self._root, name) if part)

@@ -205,6 +205,12 @@ class S3Settings:
             found["RequestPayer"] = "requester"
         return {name: value for name, value in found.items() if value}
 
+    @property
+    def has_headers_of_reads(self) -> bool:
+        """Whether a read takes more than a signed URL."""
+        names = {"SSECustomerKey", "RequestPayer"}
+        return bool(names & self.object_parameters().keys()) or is_on(self.options.get("s3_express"))
+
     def require_for_saves(self) -> None:
         """Requires options that boto3 can be given, too.
 

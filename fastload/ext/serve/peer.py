@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fastload.ext.serve.connection import Connection, Endpoint, PeerFault
+from fastload.ext.serve.connection import Connection, Endpoint
 from fastload.ext.serve.coverage import Ranges, covered_to, joined
+from fastload.storage.http import HttpFault
 
 _AGAIN_S = 2.0  # between questions to a peer that does not answer
 _MEASURED_S = 1.0
@@ -51,7 +52,7 @@ def parse_offer(index: Mapping[str, Any], digest: str) -> Offer | None:
     """Returns what a server has of a checkpoint, by its index; None if it has not got it.
 
     Raises:
-        PeerFault: The index is malformed.
+        HttpFault: The index is malformed.
     """
     for folder, about in index["checkpoints"].items():
         if isinstance(about, dict) and about.get("digest") == digest:
@@ -71,7 +72,7 @@ def _parse_ranges(given: Any) -> Ranges:
             for name, ranges in given.items()
         }
     except (AttributeError, OverflowError, TypeError, ValueError):
-        raise PeerFault("its index is malformed") from None
+        raise HttpFault("its index is malformed") from None
 
 
 class Speed:

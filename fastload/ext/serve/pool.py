@@ -11,9 +11,10 @@ from functools import partial
 from typing import NamedTuple
 
 from fastload.base.threads import Workers
-from fastload.ext.serve.connection import Connection, Endpoint, PeerFault
+from fastload.ext.serve.connection import Connection, Endpoint
 from fastload.ext.serve.peer import KnownPeer, Speed, last_within, parse_offer
 from fastload.ext.serve.process import SERVERS
+from fastload.storage.http import HttpFault
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class PeerPool:
             self._origin.begin(ends[-1] - at)
         return Loan(None, ends[-1])
 
-    def give_back(self, loan: Loan, nbytes: int, fault: PeerFault | None) -> None:
+    def give_back(self, loan: Loan, nbytes: int, fault: HttpFault | None) -> None:
         """Notes the outcome of a request.
 
         Args:
@@ -128,7 +129,7 @@ class PeerPool:
         """Lends a connection to a peer, which is closed if its use fails.
 
         Raises:
-            PeerFault: It does not connect.
+            HttpFault: It does not connect.
         """
         with self._changed:
             idle = peer.idle.pop() if peer.idle else None
@@ -254,7 +255,7 @@ class PeerPool:
                 self._leave(peer, f"delivers {rates}")
         return True
 
-    def _note_fault(self, peer: KnownPeer, fault: PeerFault, *, is_coming: bool) -> None:
+    def _note_fault(self, peer: KnownPeer, fault: HttpFault, *, is_coming: bool) -> None:
         if is_coming and fault.is_passing:  # its origin has failed, perhaps, or is slow
             peer.num_waits += 1
             if peer.num_waits >= _MOST_FAULTS:
@@ -317,7 +318,7 @@ class PeerPool:
                 index = connection.index(_INDEX_S)
             offer = parse_offer(index, self._digest)
             is_own = str(index.get("id")) in SERVERS
-        except PeerFault as error:
+        except HttpFault as error:
             fault = error
         with self._changed:
             peer.is_asking, peer.answered_s, peer.offer = False, time.monotonic(), offer

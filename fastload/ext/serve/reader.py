@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from fastload.ext.serve.connection import PeerFault
 from fastload.ext.serve.peer import KnownPeer
 from fastload.ext.serve.pool import Loan, PeerPool
 from fastload.ext.serve.process import READS
@@ -16,6 +15,7 @@ from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.ranges import ByteRange
 from fastload.storage import CheckpointReader, take
 from fastload.storage.base import ByteCounter
+from fastload.storage.http import HttpFault
 from fastload.storage.reader import LayeredReader
 
 
@@ -120,7 +120,7 @@ class PeerReader(LayeredReader):
                         super().read_into(name, at, taken, version)
                 else:
                     self._ask(loan.peer, loan, name, at, taken)
-            except PeerFault as error:
+            except HttpFault as error:
                 fault = error
             finally:
                 self._pool.give_back(loan, loan.end - at, fault)
@@ -132,7 +132,7 @@ class PeerReader(LayeredReader):
         """Asks a peer for blocks.
 
         Raises:
-            PeerFault: They did not come, or are not as recorded.
+            HttpFault: They did not come, or are not as recorded.
         """
         path = "/".join(filter(None, (loan.folder, name)))
         with self._pool.connection(peer) as connection:
@@ -144,7 +144,7 @@ class PeerReader(LayeredReader):
         """Compares blocks with their recorded checksums.
 
         Raises:
-            PeerFault: One differs.
+            HttpFault: One differs.
         """
         nbytes = sum(map(len, buffers))
         byte_range = ByteRange(self._numbers[name], at, nbytes)
@@ -161,7 +161,7 @@ class PeerReader(LayeredReader):
                 found[begin : begin + width] != recorded[begin : begin + width]
                 for begin in range(0, len(found), width)
             )
-            raise PeerFault(f"delivered {num_wrong} blocks with other checksums than recorded")
+            raise HttpFault(f"delivered {num_wrong} blocks with other checksums than recorded")
 
 
 def _checksum(buffers: Sequence[memoryview]) -> bytes:

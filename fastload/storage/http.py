@@ -1,0 +1,182 @@
+"""One connection for HTTP: bodies straight into buffers, with a deadline for every wait."""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+_MOST_HEAD_BYTES = 64 << 10
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
+
+
+class HttpFault(Exception):
+    """A server did not deliver.
+
+    Attributes:
+        is_passing: Whether it may deliver later, as after a refused connection.
+    """
+
+    def __init__(self, message: str, *, is_passing: bool = False) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
+
+
+class HttpTimeout(HttpFault):
+    """An answer was not complete in time."""
+
+
+class Answer(NamedTuple):
+    """The head of an answer.
+
+    Attributes:
+        status: The status.
+        headers: The headers, by name in lower case.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the body.
+
+        Raises:
+            HttpFault: It is unknown.
+        """
+        text = self.headers.get("content-length", "")
+        if not text.isdecimal() or len(text) > 18 or "transfer-encoding" in self.headers:
+            raise HttpFault("sent no Content-Length")
+        return int(text)
+
+    @property
+    def content_range(self) -> str:
+        """The range that the body is, without the length of the whole: ``bytes 0-99``; empty without one."""
+        return self.headers.get("content-range", "").partition("/")[0]
+
+
+class HttpConnection:
+    """A connection to a server.
+
+    Args:
+        place: Address and port of the server.
+        host: Its name, by which its certificate is checked.
+        context: The TLS settings; None without TLS.
+        timeout_s: The longest wait for it to connect.
+
+    Raises:
+        HttpFault: It does not connect.
+    """
+
+    def __init__(
+        self, place: tuple[str, int], host: str, context: ssl.SSLContext | None, timeout_s: float
+    ) -> None:
+        self._until_s = 0.0
+        self._rest = b""
+        try:
+            connected = socket.create_connection(place, timeout_s)
+        except OSError as error:
+            raise HttpFault(f"cannot connect: {_text_of(error)}", is_passing=True) from None
+        self._socket = connected
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if context is not None:
+                self._socket = context.wrap_socket(connected, server_hostname=host)
+        except OSError as error:
+            connected.close()
+            raise HttpFault(f"TLS: {_text_of(error)}") from None
+
+    def get(self, target: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        """Makes a request; `receive` takes the body of the answer, all of it.
+
+        Args:
+            target: The path, and the query.
+            headers: The headers, with that of the host.
+            timeout_s: The longest time for the answer, with its body.
+
+        Raises:
+            HttpFault: There is no answer, or not by HTTP.
+        """
+        self._until_s = time.monotonic() + timeout_s
+        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        head = b""
+        try:
+            self._set_timeout()
+            self._socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii", "replace"))
+            while b"\r\n\r\n" not in head:
+                self._set_timeout()
+                more = self._socket.recv(_MOST_HEAD_BYTES)
+                if not more or len(head) > _MOST_HEAD_BYTES:
+                    raise HttpFault("ended the connection", is_passing=not head)
+                head += more
+        except OSError as error:
+            raise _fault(error) from None
+        head, _, self._rest = head.partition(b"\r\n\r\n")
+        first, *others = head.split(b"\r\n")
+        status = _STATUS.match(first)
+        if status is None:
+            raise HttpFault("no HTTP server")
+        found = {}
+        for line in others:
+            name, _, value = line.decode("latin-1").partition(":")
+            found[name.strip().lower()] = value.strip()
+        return Answer(int(status[1]), found)
+
+    def receive(self, buffers: Sequence[memoryview]) -> None:
+        """Fills buffers with the body of the last answer.
+
+        Raises:
+            HttpFault: It did not come, or not all of it.
+        """
+        rest, self._rest = self._rest, b""
+        if len(rest) > sum(map(len, buffers)):
+            raise HttpFault("sent more bytes than it said")
+        try:
+            for buffer in buffers:
+                while len(buffer):
+                    if nbytes := min(len(rest), len(buffer)):
+                        buffer[:nbytes], rest = rest[:nbytes], rest[nbytes:]
+                    else:
+                        self._set_timeout()
+                        nbytes = self._socket.recv_into(buffer)
+                    if not nbytes:
+                        raise HttpFault("ended the connection before the last byte", is_passing=True)
+                    buffer = buffer[nbytes:]
+        except OSError as error:
+            raise _fault(error) from None
+
+    def is_open(self) -> bool:
+        """Whether the server has neither closed it nor sent anything unasked."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def stop(self) -> None:
+        """Ends a request that another thread waits for."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes it."""
+        self._socket.close()
+
+    def _set_timeout(self) -> None:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left_s)
+
+
+def _fault(error: OSError) -> HttpFault:
+    if isinstance(error, TimeoutError):
+        return HttpTimeout(_text_of(error))
+    return HttpFault(_text_of(error), is_passing=True)
+
+
+def _text_of(error: OSError) -> str:
+    return "took too long" if isinstance(error, TimeoutError) else str(error.strerror or error)
