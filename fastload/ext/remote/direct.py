@@ -43,8 +43,8 @@ class OtherAnswer(HttpFault):
     """An answer is not the range alone, as it is stored."""
 
 
-class Connections:
-    """Connections that are not in use, to all servers of one storage, which trusts the same certificates."""
+class IdleConnections:
+    """The idle connections of a storage to all its servers, with one set of certificates."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[HttpConnection]] = {}
@@ -117,7 +117,7 @@ class DirectBodies:
     Args:
         address_of: Returns the URL of a key, with a signature if the store requires one.
         client: Options of obstore's HTTP client; see `takes`.
-        connections: Connections that are not in use.
+        connections: IdleConnections that are not in use.
         note_first_byte: Called with the seconds from each request to its answer.
     """
 
@@ -125,7 +125,7 @@ class DirectBodies:
         self,
         address_of: Callable[[str], str],
         client: Mapping[str, Any],
-        connections: Connections,
+        connections: IdleConnections,
         note_first_byte: Callable[[float], None],
     ) -> None:
         self._address_of = address_of

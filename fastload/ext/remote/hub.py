@@ -32,7 +32,7 @@ from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from fastload.base.version import __version__
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, StorageError
-from fastload.ext.remote.direct import Connections
+from fastload.ext.remote.direct import IdleConnections
 from fastload.ext.remote.obstore import Ranges, StoreSettings, advice, is_transient, settings_of
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, hub_blob
@@ -288,7 +288,7 @@ class HubStorage(Storage):
         self._commit = repository.revision if _COMMIT.fullmatch(repository.revision) else ""
         self._known: dict[str, FileStat | None] = {}
         self._names: list[str] | None = None  # of the files directly in the root, if it is a directory
-        self._connections = Connections()  # to the servers of all files
+        self._connections = IdleConnections()  # to the servers of all files
         self._sources: dict[tuple[str, str], _Source] = {}
         self._asking: dict[tuple[str, str], threading.Lock] = {}
 

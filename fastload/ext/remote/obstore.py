@@ -32,7 +32,7 @@ from fastload.base.registry import extensions
 from fastload.base.threads import in_threads
 from fastload.errors import OptionError, StorageError
 from fastload.ext.remote.azure import url_of, wait_for_copy
-from fastload.ext.remote.direct import Connections, DirectBodies
+from fastload.ext.remote.direct import DirectBodies, IdleConnections
 from fastload.ext.remote.s3_settings import S3Settings, is_on, resolve
 from fastload.options import Patience
 from fastload.storage.base import (
@@ -243,7 +243,7 @@ class Ranges:
     """
 
     def __init__(
-        self, settings: StoreSettings, connections: Connections, note_first_byte: Callable[[float], None]
+        self, settings: StoreSettings, connections: IdleConnections, note_first_byte: Callable[[float], None]
     ) -> None:
         self.connections = connections
         # Without retries of obstore: those of fastload know the deadline and all transient errors.
@@ -388,7 +388,7 @@ class ObjectStorage(WritableStorage):
         # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
         self.settings = settings_of(root, options, attempt_s=patience.attempt_s)
-        self._ranges = Ranges(self.settings, Connections(), self.note_first_byte)
+        self._ranges = Ranges(self.settings, IdleConnections(), self.note_first_byte)
         self._known: dict[str, FileStat | None] = {}  # None: a guess that was wrong
         self._heads: dict[str, bytes] = {}  # what was read for metadata, for the next read of each
         self._listed: dict[tuple[str, str], str] = {}  # versions in listings, by name and own version
