@@ -33,6 +33,10 @@ _REQUEST_S = 5.6e-6
 _OPENING_TRIPS = 3  # requests that wait for each other: the listing, the heads of all files, their tails
 
 
+FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 64, 256
+"""Requests with which ranks begin where storage is far away, and the most of a rank; as of `pace_of`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Requests:
     """How storage answers the requests of a rank.
@@ -40,7 +44,7 @@ class Requests:
     Attributes:
         latency_s: Mean time to the first byte.
         connection_bytes_per_s: Rate at which one answer arrives.
-        in_flight: Most requests that a rank has under way.
+        in_flight: Most requests that a rank has under way; None for as many as storage rewards, as in a load.
 
     Raises:
         OptionError: A number is out of range.
@@ -48,14 +52,14 @@ class Requests:
 
     latency_s: float = 0.0
     connection_bytes_per_s: float = math.inf
-    in_flight: int = 64
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         if not self.latency_s >= 0:
             raise OptionError(f"latency_s={self.latency_s}: must not be negative")
         if not self.connection_bytes_per_s > 0:
             raise OptionError(f"connection_bytes_per_s={self.connection_bytes_per_s}: must be above 0")
-        if self.in_flight < 1:
+        if self.in_flight is not None and self.in_flight < 1:
             raise OptionError(f"in_flight={self.in_flight}: must be at least 1")
 
     @property
@@ -63,16 +67,21 @@ class Requests:
         """Whether more requests in flight make a load faster."""
         return self.latency_s > 0 or math.isfinite(self.connection_bytes_per_s)
 
-    def most_reads(self, chunk_bytes: int, staging_bytes: int, *, alone: bool) -> int:
+    def most_reads(self, chunk_bytes: int, staging_bytes: int, read_s: float, *, alone: bool) -> int:
         """Returns the number of chunks that a rank reads at once.
 
         Args:
             chunk_bytes: Length of a chunk.
             staging_bytes: Memory for chunks that are exchanged.
+            read_s: Time in which storage can deliver a chunk to the rank, at its full rate.
             alone: Whether nothing is exchanged: reads go into the tensors.
         """
-        fitting = self.in_flight if alone or not chunk_bytes else staging_bytes // chunk_bytes
-        return max(1, min(self.in_flight, fitting))
+        if (most := self.in_flight) is None:
+            answer_s = self.latency_s + chunk_bytes / self.connection_bytes_per_s
+            rewarded = math.ceil(min(answer_s / read_s, MOST_IN_FLIGHT)) if read_s else MOST_IN_FLIGHT
+            most = max(FIRST_IN_FLIGHT, rewarded)
+        fitting = most if alone or not chunk_bytes else staging_bytes // chunk_bytes
+        return max(1, min(most, fitting))
 
 
 @dataclass(frozen=True, kw_only=True)

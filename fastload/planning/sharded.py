@@ -416,12 +416,15 @@ def _predict(
     storage_bytes: int,
     staging_bytes: int,
 ) -> Prediction:
-    reads, ahead = num_reads(plan.depth, alone=decision.alone), 0
-    if cluster.requests.are_limited:
-        reads = cluster.requests.most_reads(plan.chunk_bytes, staging_bytes, alone=decision.alone)
-        ahead = max(plan.depth, reads)
     num_readers = cluster.num_ranks if decision.alone else len(plan.readers)
     stages = [_stages(column, cluster, decision.alone, num_readers) for column in columns]
+    reads, ahead = num_reads(plan.depth, alone=decision.alone), 0
+    if cluster.requests.are_limited:
+        read_s = min(
+            (one.read_s / of.num_rounds for one, of in zip(stages, columns, strict=True)), default=0.0
+        )
+        reads = cluster.requests.most_reads(plan.chunk_bytes, staging_bytes, read_s, alone=decision.alone)
+        ahead = max(plan.depth, reads)
     limits = [_limits(column, cluster) for column in columns]
     if cluster.requests.are_limited:
         for limit, one in zip(limits, stages, strict=True):

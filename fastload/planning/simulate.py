@@ -155,7 +155,8 @@ class ReplicatedLoad:
         reads = plan.ahead or num_reads(plan.depth, alone=alone)
         ahead = plan.ahead
         if cluster.requests.are_limited and plan.num_rounds:
-            most = cluster.requests.most_reads(plan.chunk_bytes_of(0), staging_bytes, alone=alone)
+            read_s = max(_reading_limits(plan, cluster, alone=alone).values())
+            most = cluster.requests.most_reads(plan.chunk_bytes_of(0), staging_bytes, read_s, alone=alone)
             reads = most * max(1, plan.num_windows)  # of all readers that take turns
             ahead = max(plan.depth, reads)
         costs = _Costs.of(plan, cluster, alone=alone, num_reads=reads)
@@ -200,13 +201,7 @@ class _Costs:
     def of(cls, plan: TransferPlan, cluster: Cluster, *, alone: bool, num_reads: int) -> _Costs:
         """Computes the costs of a plan, of which a rank reads a number of chunks at once."""
         chunk = plan.chunk_bytes_of(0) if plan.num_rounds else 0
-        num_reading = cluster.num_ranks if alone else plan.windows.most_readers
-        on_host = cluster.ranks_per_host if alone else _most_on_one_host(plan, cluster)
-        limits = {
-            STORAGE: num_reading * chunk / cluster.storage_bytes_per_s,
-            SHARE: on_host * chunk / cluster.host_storage_bytes_per_s,
-            LINKS: on_host * chunk / cluster.host_bytes_per_s,
-        }
+        limits = _reading_limits(plan, cluster, alone=alone)
         reading = reading_stages(max(limits.values()), chunk, 1, cluster.requests)
         if cluster.requests.are_limited:
             limits[REQUESTS] = (reading.wait_s + reading.answer_s) / num_reads
@@ -239,6 +234,18 @@ class _Costs:
 def num_reads(depth: int, *, alone: bool) -> int:
     """Returns the number of chunks that a rank reads at once."""
     return min(depth, _MAX_DIRECT_READS) if alone else max(1, depth // 2)
+
+
+def _reading_limits(plan: TransferPlan, cluster: Cluster, *, alone: bool) -> dict[str, float]:
+    """Returns the seconds that reading a round takes, on each resource."""
+    chunk = plan.chunk_bytes_of(0) if plan.num_rounds else 0
+    num_reading = cluster.num_ranks if alone else plan.windows.most_readers
+    on_host = cluster.ranks_per_host if alone else _most_on_one_host(plan, cluster)
+    return {
+        STORAGE: num_reading * chunk / cluster.storage_bytes_per_s,
+        SHARE: on_host * chunk / cluster.host_storage_bytes_per_s,
+        LINKS: on_host * chunk / cluster.host_bytes_per_s,
+    }
 
 
 def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> float:

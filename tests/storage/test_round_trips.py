@@ -119,7 +119,7 @@ def test_open(request: pytest.FixtureRequest, kind: str, name: str) -> None:
     with fastload.open(f"{store.url}/{name}", storage_options=store.options) as checkpoint:
         num_trips = store.waves.count
         assert checkpoint.manifest.tensors
-    assert num_trips <= MOST
+    assert num_trips <= (3 if (name, kind) == ("hf", "over_s3") else MOST)
 
 
 def test_manager(over_s3: Store) -> None:

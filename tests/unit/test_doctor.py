@@ -195,7 +195,7 @@ def test_what_requests_leave_for_loads() -> None:
     shown = {one.subject: one for one in findings(replace(SITE, opening=replace(OPENING, answers=answers)))}
     assert shown["requests"].found == (
         "50 ms to the first byte, then 80 MB/s over one connection: "
-        "a rank reads at most 3.47 GB/s with 64 requests in flight"
+        "a rank reads at most 13.9 GB/s with 256 requests in flight"
     )
     small = replace(OPENING, answers=Answers(0.05, 0.0))
     shown = {one.subject: one for one in findings(replace(SITE, opening=small))}

@@ -11,10 +11,17 @@ import xxhash
 
 from fastload.base.registry import extension_module
 from fastload.base.threads import in_threads
-from fastload.errors import IncompleteCheckpoint, ManifestError
+from fastload.errors import FastloadError, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.names import BIN_NAME, INDEX_NAME, INDEX_SUFFIX, SUFFIX, missing_files
-from fastload.formats.reading import read_bytes, read_limited, reads_at_once, stat_all, what_instead
+from fastload.formats.reading import (
+    do_at_once,
+    read_bytes,
+    read_limited,
+    reads_at_once,
+    stat_all,
+    what_instead,
+)
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import is_plain_path, parse_json, show
 from fastload.storage.base import FileStat, Storage
@@ -56,13 +63,19 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         ManifestError: A header or the index is malformed, or they contradict each other.
         StorageError: Storage failed.
     """
-    read_header = partial(_read_header, storage)
-    index = _find_index(storage, listing)
+    index, names = _find_index(storage, listing), _ending_in((SUFFIX,), listing)
     if index is None:
-        names = _ending_in((SUFFIX,), listing)
         require_numbered(storage.url, names)
-        return assemble(storage, stat_all(storage, names), read_header)
-    weight_map, digest = read_index(storage, index)
+        return assemble(storage, stat_all(storage, names), partial(_read_header, storage))
+    # Headers need not wait for the index where a listing has the names of the files.
+    early = [] if storage.probes else [*filter(is_plain_path, names)][: reads_at_once(storage) - 1]
+    tasks = [partial(_try_header, storage, name) for name in early]
+    (weight_map, digest), *found = do_at_once(storage, [partial(read_index, storage, index), *tasks])
+    headers = dict(zip(early, found, strict=True))
+
+    def read_header(name: str, nbytes: int) -> bytes:
+        return headers.get(name) or _read_header(storage, name, nbytes)
+
     single = find_single(storage, listing, index, weight_map, f"model{SUFFIX}")
     if single is not None:
         manifest = assemble(storage, stat_all(storage, [single]), read_header)
@@ -218,6 +231,15 @@ def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
         )
     header = near[LENGTH_BYTES:][:length]
     return header + read_bytes(storage, name, LENGTH_BYTES + len(header), length - len(header))
+
+
+def _try_header(storage: Storage, name: str) -> bytes:
+    """Reads a header; empty if that fails, since the file need not be part of the checkpoint."""
+    try:
+        stat = storage.stat(name)
+        return b"" if stat is None else _read_header(storage, name, stat.nbytes)
+    except FastloadError:
+        return b""
 
 
 def _is_text(prefix: bytes) -> bool:

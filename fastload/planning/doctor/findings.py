@@ -10,7 +10,7 @@ from typing import Literal
 
 from fastload.base.units import count, format_bytes
 from fastload.errors import some_of
-from fastload.planning.cluster import Requests
+from fastload.planning.cluster import MOST_IN_FLIGHT
 from fastload.planning.doctor.examine import Site
 from fastload.planning.doctor.facts import Facts
 from fastload.planning.units import format_duration, format_rate
@@ -325,12 +325,12 @@ def _requests(site: Site) -> Iterator[Finding]:
     opening = site.opening
     if opening is None or opening.answers is None:
         return
-    answers, requests = opening.answers, Requests()
+    answers = opening.answers
     found = f"{format_duration(answers.latency_s)} to the first byte"
     if answers.connection_bytes_per_s:
-        most = answers.most_bytes_per_s(requests)
         found += f", then {format_rate(answers.connection_bytes_per_s)} over one connection: "
-        found += f"a rank reads at most {format_rate(most)} with {requests.in_flight} requests in flight"
+        found += f"a rank reads at most {format_rate(answers.most_bytes_per_s)} "
+        found += f"with {MOST_IN_FLIGHT} requests in flight"
     yield Finding("requests", found)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fastload.formats.manifest import FileEntry
-from fastload.planning.cluster import Requests
+from fastload.planning.cluster import MOST_IN_FLIGHT
 from fastload.storage import Storage
 
 READ_BYTES = 8 << 20
@@ -29,10 +29,10 @@ class Answers:
     latency_s: float
     connection_bytes_per_s: float
 
-    def most_bytes_per_s(self, requests: Requests) -> float:
-        """Returns the most that a rank reads with as many requests in flight as in `requests`."""
-        answer_s = self.latency_s + READ_BYTES / self.connection_bytes_per_s
-        return requests.in_flight * READ_BYTES / answer_s
+    @property
+    def most_bytes_per_s(self) -> float:
+        """The most that a rank reads."""
+        return MOST_IN_FLIGHT * READ_BYTES / (self.latency_s + READ_BYTES / self.connection_bytes_per_s)
 
 
 def measure_answers(storage: Storage, file: FileEntry) -> Answers:
