@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from fastload.base.threads import at_once, in_threads
+from fastload.base.threads import in_threads
 from fastload.errors import IncompleteCheckpoint, ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import HEAD_BYTES, FileStat, Storage, is_page
@@ -24,10 +24,10 @@ def reads_at_once(storage: Storage) -> int:
 
 
 def do_at_once(storage: Storage, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Does a few tasks that read, at once if each request takes a round trip; returns the results."""
+    """Does tasks that read, at once if each request takes a round trip; returns the results."""
     if storage.probes or len(tasks) == 1:
         return [task() for task in tasks]
-    return at_once(*tasks)
+    return in_threads(lambda task: task(), tasks, reads_at_once(storage))
 
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
