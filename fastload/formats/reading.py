@@ -24,10 +24,10 @@ def reads_at_once(storage: Storage) -> int:
 
 
 def do_at_once(storage: Storage, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Does tasks that read, at once if each request takes a round trip; returns the results."""
+    """Does tasks that read, all at once if each request takes a round trip; returns the results."""
     if storage.probes or len(tasks) == 1:
         return [task() for task in tasks]
-    return in_threads(lambda task: task(), tasks, reads_at_once(storage))
+    return in_threads(lambda task: task(), tasks, len(tasks))
 
 
 def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:

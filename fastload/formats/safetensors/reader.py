@@ -68,7 +68,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         require_numbered(storage.url, names)
         return assemble(storage, stat_all(storage, names), partial(_read_header, storage))
     # Headers need not wait for the index where a listing has the names of the files.
-    early = [] if storage.probes else [*filter(is_plain_path, names)][: reads_at_once(storage) - 1]
+    early = [] if storage.probes else [*filter(is_plain_path, names)][: reads_at_once(storage)]
     tasks = [partial(_try_header, storage, name) for name in early]
     (weight_map, digest), *found = do_at_once(storage, [partial(read_index, storage, index), *tasks])
     headers = dict(zip(early, found, strict=True))
