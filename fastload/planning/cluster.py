@@ -67,10 +67,13 @@ class Requests:
         """Whether more requests in flight make a load faster."""
         return self.latency_s > 0 or math.isfinite(self.connection_bytes_per_s)
 
-    def most_reads(self, chunk_bytes: int, staging_bytes: int, read_s: float, *, alone: bool) -> int:
+    def most_reads(
+        self, num_chunks: int, chunk_bytes: int, staging_bytes: int, read_s: float, *, alone: bool
+    ) -> int:
         """Returns the number of chunks that a rank reads at once.
 
         Args:
+            num_chunks: Chunks that it reads.
             chunk_bytes: Length of a chunk.
             staging_bytes: Memory for chunks that are exchanged.
             read_s: Time in which storage can deliver a chunk to the rank, at its full rate.
@@ -79,9 +82,17 @@ class Requests:
         if (most := self.in_flight) is None:
             answer_s = self.latency_s + chunk_bytes / self.connection_bytes_per_s
             rewarded = math.ceil(min(answer_s / read_s, MOST_IN_FLIGHT)) if read_s else MOST_IN_FLIGHT
-            most = max(FIRST_IN_FLIGHT, rewarded)
+            most = max(FIRST_IN_FLIGHT, min(rewarded, _mean_in_flight(num_chunks)))
         fitting = most if alone or not chunk_bytes else staging_bytes // chunk_bytes
         return max(1, min(most, fitting))
+
+
+def _mean_in_flight(num_chunks: int) -> int:
+    """Returns the mean of the requests in flight, which double each time that all have been answered."""
+    num_times, left, in_flight = 0, num_chunks, FIRST_IN_FLIGHT
+    while left > in_flight and in_flight < MOST_IN_FLIGHT:
+        num_times, left, in_flight = num_times + 1, left - in_flight, 2 * in_flight
+    return math.ceil(num_chunks / (num_times + left / in_flight)) if num_chunks else FIRST_IN_FLIGHT
 
 
 @dataclass(frozen=True, kw_only=True)

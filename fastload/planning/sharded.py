@@ -423,7 +423,9 @@ def _predict(
         read_s = min(
             (one.read_s / of.num_rounds for one, of in zip(stages, columns, strict=True)), default=0.0
         )
-        reads = cluster.requests.most_reads(plan.chunk_bytes, staging_bytes, read_s, alone=decision.alone)
+        reads = cluster.requests.most_reads(
+            plan.num_rounds, plan.chunk_bytes, staging_bytes, read_s, alone=decision.alone
+        )
         ahead = max(plan.depth, reads)
     limits = [_limits(column, cluster) for column in columns]
     if cluster.requests.are_limited:

@@ -75,8 +75,10 @@ class _Handler(Handler):
     def _pass_on(self) -> None:
         url = urlsplit(self.path)  # with a host, if this is used as a proxy
         path = f"{url.path}?{url.query}" if url.query else url.path
-        of_url = parse_qsl(url.query) if "X-Amz-Signature=" in url.query else []
-        headers = {name.lower(): value for name, value in [*of_url, *self.headers.items()]}
+        of_url = dict(parse_qsl(url.query)) if "X-Amz-Signature=" in url.query else {}
+        if of_url:
+            of_url["Authorization"] = f"Credential={of_url['X-Amz-Credential']}"
+        headers = {name.lower(): value for name, value in [*of_url.items(), *self.headers.items()]}
         request = Request(self.command, url.netloc or headers["host"], path, headers)
         self.server.log.append(request)
         body = self._body()
