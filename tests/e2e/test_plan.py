@@ -87,7 +87,7 @@ def test_plan_with_latency() -> None:
     assert done["before_s"] - before["before_s"] == pytest.approx(3 * 0.05)
     shown = call("plan", *world[:-1], "--latency", "50ms", "--connection-rate", "60MB/s").stdout
     assert (
-        "requests: 50 ms to the first byte, 0.48 Gbit/s = 60 MB/s each, at most 64 of a rank in flight"
+        "requests: 50 ms to the first byte, 0.48 Gbit/s = 60 MB/s each, at most 256 of a rank in flight"
         in shown
     )
 
