@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, fields
 
 from fastload.errors import OptionError
+from fastload.transfer.pace import far_reads
 from fastload.transfer.plan import StrategyChoice, choose_strategy
 
 # Assumptions, of the order of one core's TCP, and of a copy to fresh memory.
@@ -31,10 +32,6 @@ _NUM_REQUESTS = 1.125  # one of each rank, and a second one of every eighth rank
 _REQUEST_S = 5.6e-6
 
 _OPENING_TRIPS = 3  # requests that wait for each other: the listing, the heads of all files, their tails
-
-
-FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 64, 256
-"""Requests with which ranks begin where storage is far away, and the most of a rank; as of `pace_of`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,14 @@ class Requests:
         return self.latency_s > 0 or math.isfinite(self.connection_bytes_per_s)
 
     def most_reads(
-        self, num_chunks: int, chunk_bytes: int, staging_bytes: int, read_s: float, *, alone: bool
+        self,
+        num_chunks: int,
+        chunk_bytes: int,
+        staging_bytes: int,
+        read_s: float,
+        *,
+        num_readers: int,
+        alone: bool,
     ) -> int:
         """Returns the number of chunks that a rank reads at once.
 
@@ -77,22 +81,24 @@ class Requests:
             chunk_bytes: Length of a chunk.
             staging_bytes: Memory for chunks that are exchanged.
             read_s: Time in which storage can deliver a chunk to the rank, at its full rate.
+            num_readers: The ranks that read.
             alone: Whether nothing is exchanged: reads go into the tensors.
         """
         if (most := self.in_flight) is None:
             answer_s = self.latency_s + chunk_bytes / self.connection_bytes_per_s
-            rewarded = math.ceil(min(answer_s / read_s, MOST_IN_FLIGHT)) if read_s else MOST_IN_FLIGHT
-            most = max(FIRST_IN_FLIGHT, min(rewarded, _mean_in_flight(num_chunks)))
+            first, most = far_reads(num_readers)
+            rewarded = math.ceil(min(answer_s / read_s, most)) if read_s else most
+            most = max(first, min(rewarded, _mean_in_flight(num_chunks, first, most)))
         fitting = most if alone or not chunk_bytes else staging_bytes // chunk_bytes
         return max(1, min(most, fitting))
 
 
-def _mean_in_flight(num_chunks: int) -> int:
+def _mean_in_flight(num_chunks: int, first: int, most: int) -> int:
     """Returns the mean of the requests in flight, which double each time that all have been answered."""
-    num_times, left, in_flight = 0, num_chunks, FIRST_IN_FLIGHT
-    while left > in_flight and in_flight < MOST_IN_FLIGHT:
-        num_times, left, in_flight = num_times + 1, left - in_flight, 2 * in_flight
-    return math.ceil(num_chunks / (num_times + left / in_flight)) if num_chunks else FIRST_IN_FLIGHT
+    num_times, left, in_flight = 0, num_chunks, first
+    while left > in_flight and in_flight < most:
+        num_times, left, in_flight = num_times + 1, left - in_flight, min(2 * in_flight, most)
+    return math.ceil(num_chunks / (num_times + left / in_flight)) if num_chunks else first
 
 
 @dataclass(frozen=True, kw_only=True)

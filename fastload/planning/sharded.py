@@ -424,7 +424,12 @@ def _predict(
             (one.read_s / of.num_rounds for one, of in zip(stages, columns, strict=True)), default=0.0
         )
         reads = cluster.requests.most_reads(
-            plan.num_rounds, plan.chunk_bytes, staging_bytes, read_s, alone=decision.alone
+            plan.num_rounds,
+            plan.chunk_bytes,
+            staging_bytes,
+            read_s,
+            num_readers=num_readers,
+            alone=decision.alone,
         )
         ahead = max(plan.depth, reads)
     limits = [_limits(column, cluster) for column in columns]

@@ -157,7 +157,10 @@ class ReplicatedLoad:
         if cluster.requests.are_limited and plan.num_rounds:
             read_s = max(_reading_limits(plan, cluster, alone=alone).values())
             num_chunks, chunk = plan.num_rounds // max(1, plan.num_windows), plan.chunk_bytes_of(0)
-            most = cluster.requests.most_reads(num_chunks, chunk, staging_bytes, read_s, alone=alone)
+            num_readers = cluster.num_ranks if alone else len(plan.readers)
+            most = cluster.requests.most_reads(
+                num_chunks, chunk, staging_bytes, read_s, num_readers=num_readers, alone=alone
+            )
             reads = most * max(1, plan.num_windows)  # of all readers that take turns
             ahead = max(plan.depth, reads)
         costs = _Costs.of(plan, cluster, alone=alone, num_reads=reads)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 _MOST_HEAD_BYTES = 64 << 10
-_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
+_STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})[ \r]")
 
 
 class HttpFault(Exception):
@@ -37,10 +37,12 @@ class Answer(NamedTuple):
     Attributes:
         status: The status.
         headers: The headers, by name in lower case.
+        keeps_open: Whether the server takes further requests over the connection.
     """
 
     status: int
     headers: Mapping[str, str]
+    keeps_open: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -87,8 +89,10 @@ class HttpConnection:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if context is not None:
                 self._socket = context.wrap_socket(connected, server_hostname=host)
-        except OSError as error:
+        except BaseException as error:
             connected.close()
+            if not isinstance(error, OSError):
+                raise
             raise HttpFault(f"TLS: {_text_of(error)}") from None
 
     def get(self, target: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
@@ -102,20 +106,25 @@ class HttpConnection:
         Raises:
             HttpFault: There is no answer, or not by HTTP.
         """
-        self._until_s = time.monotonic() + timeout_s
+        self._until_s, self._rest = time.monotonic() + timeout_s, b""
         lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        head = b""
         try:
             self._set_timeout()
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii", "replace"))
-            while b"\r\n\r\n" not in head:
-                self._set_timeout()
-                more = self._socket.recv(_MOST_HEAD_BYTES)
-                if not more or len(head) > _MOST_HEAD_BYTES:
-                    raise HttpFault("ended the connection", is_passing=not head)
-                head += more
+            while (answer := self._head()).status < 200:  # others precede the one that counts
+                pass
         except OSError as error:
             raise _fault(error) from None
+        return answer
+
+    def _head(self) -> Answer:
+        head, self._rest = self._rest, b""
+        while b"\r\n\r\n" not in head:
+            self._set_timeout()
+            more = self._socket.recv(_MOST_HEAD_BYTES)
+            if not more or len(head) > _MOST_HEAD_BYTES:
+                raise HttpFault("ended the connection", is_passing=not head)
+            head += more
         head, _, self._rest = head.partition(b"\r\n\r\n")
         first, *others = head.split(b"\r\n")
         status = _STATUS.match(first)
@@ -125,7 +134,9 @@ class HttpConnection:
         for line in others:
             name, _, value = line.decode("latin-1").partition(":")
             found[name.strip().lower()] = value.strip()
-        return Answer(int(status[1]), found)
+        words = {word.strip() for word in found.get("connection", "").lower().split(",")}
+        keeps_open = "close" not in words and (status[1] == b"1" or "keep-alive" in words)
+        return Answer(int(status[2]), found, keeps_open)
 
     def receive(self, buffers: Sequence[memoryview]) -> None:
         """Fills buffers with the body of the last answer.
@@ -152,6 +163,8 @@ class HttpConnection:
 
     def is_open(self) -> bool:
         """Whether the server has neither closed it nor sent anything unasked."""
+        if self._rest or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
+            return False
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(0)

@@ -17,6 +17,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+MOST_READS = 256
+"""Most reads in flight of a rank."""
+_MOST_READS_OF_ALL = 2048  # of a job
+_FAR_READS_OF_ALL = 64
+_FEWEST_READS = 4
 _FAR_S = 0.015  # to the first byte of the first read: storage that rewards many requests
 _GROWS_BELOW = 1.4  # times what the fewest take
 _SHRINKS_ABOVE = 1.8
@@ -24,6 +29,12 @@ _SHRINKS_TO = 1.2
 _FULL_PART = 2  # shorter reads say nothing of full ones
 _SPANS_AFTER_REFUSAL = 4
 _MOST_PAUSE = 32  # spans without another try
+
+
+def far_reads(num_readers: int) -> tuple[int, int]:
+    """Returns the reads in flight of each of some ranks if storage is far away: at first, and at most."""
+    far = max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers)
+    return far, min(MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // num_readers))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.storage import CheckpointReader
 from fastload.transfer.buffers import Arrival, Buffers, Writer
-from fastload.transfer.pace import Pace
+from fastload.transfer.pace import Pace, far_reads
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.rounds import Plan
 from fastload.transfer.transport import (
@@ -273,10 +273,6 @@ class ReadAhead:
 
 
 _MAX_READ_THREADS = 8
-_MOST_READS = 256
-_MOST_READS_OF_ALL = 2048  # of a job
-_FAR_READS_OF_ALL = 64
-_FEWEST_READS = 4
 _PLACED_PART = 4  # of the rounds in flight: those that are placed, and copied while the next ones are read
 
 
@@ -306,10 +302,8 @@ def pace_of(
         return Pace(num_threads or 1, num_threads or 1)
     fair = max(2, min(2 * (os.cpu_count() or 1) // ranks_on_host, _MAX_READ_THREADS))
     least = plan.num_reads if plan.exchanges else min(plan.depth, fair)
-    num_readers = len(plan.readers)
-    most = max(least, min(_MOST_READS, max(_FEWEST_READS, _MOST_READS_OF_ALL // num_readers)))
-    far = max(_FEWEST_READS, _FAR_READS_OF_ALL // num_readers)
-    return Pace(least, most, far, first_byte_s=first_byte_s or storage.first_byte_s)
+    far, most = far_reads(len(plan.readers))
+    return Pace(least, max(least, most), far, first_byte_s=first_byte_s or storage.first_byte_s)
 
 
 class PlacedRounds:

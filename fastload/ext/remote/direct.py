@@ -9,12 +9,12 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import timedelta, timezone
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from itertools import chain
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from fastload.ext.remote.s3_settings import is_on
@@ -33,76 +33,91 @@ _PORTS = {"http": 80, "https": 443}
 _PARTIAL = 206
 _TOO_MANY = 429
 _BUSY = 500  # and above: the server is overloaded, or has failed
-
-
-class ServerBusy(HttpFault):
-    """A server cannot answer now."""
-
-
-class OtherAnswer(HttpFault):
-    """An answer is not the range alone, as it is stored."""
+_IDLE_S = 60.0  # after which others on the way may have forgotten a connection
+_MOST_REFUSED = 3  # requests of a key in a row, with other answers
+# Headers of the user that would contradict those of a request.
+_OWN_HEADERS = frozenset("connection content-length host range transfer-encoding".split())
 
 
 class IdleConnections:
     """The idle connections of a storage to all its servers, with one set of certificates."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str, str], list[HttpConnection]] = {}
+        self._idle: dict[tuple[str, str], list[tuple[HttpConnection, float]]] = {}  # and since when
         self._context: ssl.SSLContext | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
-    def take(self, address: str, client: Mapping[str, Any]) -> HttpConnection:
-        """Returns a connection to the server of a URL: an idle one that it has not closed, or a new one.
+    def take(self, address: str) -> HttpConnection | None:
+        """Returns a connection to the server of a URL that it has not closed; None if there is none."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(urlsplit(address)[:2])
+                if not idle:
+                    return None
+                connection, since_s = idle.pop()
+            if time.monotonic() - since_s < _IDLE_S and connection.is_open():
+                return connection
+            connection.close()
+
+    def connect(self, address: str, client: Mapping[str, Any]) -> HttpConnection:
+        """Connects to the server of a URL: to one of its addresses, since a store of several hosts has more.
 
         Args:
             address: The URL.
             client: Options of obstore's HTTP client; see `DirectBodies.takes`.
 
         Raises:
-            HttpFault: There is none.
+            HttpFault: There is no connection.
         """
         parts = urlsplit(address)
-        while True:
-            with self._lock:
-                idle = self._idle.setdefault(parts[:2], [])
-                connection = idle.pop() if idle else None
-                if connection is None and parts.scheme == "https" and self._context is None:
-                    self._context = _trusting(client)  # takes 20 ms
-            if connection is None:
-                return self._connect(parts, client["connect_timeout"].total_seconds())
-            if connection.is_open():
-                return connection
-            connection.close()
+        host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        if _has_proxy(parts.scheme, host):
+            raise HttpFault("the environment has a proxy for it")
+        context = self._context_of(client) if parts.scheme == "https" else None
+        most_s, until_s = client["connect_timeout"].total_seconds(), time.monotonic()
+        until_s += client["timeout"].total_seconds()
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise HttpFault(f"cannot connect: {error.strerror}", is_passing=True) from None
+        fault = HttpFault("it has no address")
+        for *_, place in sorted(random.sample(found, len(found)), key=lambda one: one[0] != found[0][0]):
+            if (left_s := until_s - time.monotonic()) > 0:
+                try:
+                    return HttpConnection((str(place[0]), port), host, context, min(most_s, left_s))
+                except HttpFault as error:
+                    fault = error
+        raise fault
 
     def give_back(self, address: str, connection: HttpConnection) -> None:
         """Keeps a connection whose last answer has been received."""
         with self._lock:
-            self._idle[urlsplit(address)[:2]].append(connection)
+            if not self._is_closed:
+                idle = self._idle.setdefault(urlsplit(address)[:2], [])
+                return idle.append((connection, time.monotonic()))
+        connection.close()
+
+    def drop(self, address: str) -> None:
+        """Closes the idle connections to the server of a URL."""
+        with self._lock:
+            idle = self._idle.pop(urlsplit(address)[:2], [])
+        for connection, _ in idle:
+            connection.close()
 
     def close(self) -> None:
-        """Closes those that are not in use."""
+        """Closes those that are not in use, and later all others."""
         with self._lock:
-            for connection in chain.from_iterable(self._idle.values()):
-                connection.close()
-            self._idle.clear()
+            self._is_closed = True
+            idle, self._idle = [*chain.from_iterable(self._idle.values())], {}
+        for connection, _ in idle:
+            connection.close()
 
-    def _connect(self, parts: SplitResult, timeout_s: float) -> HttpConnection:
-        """Connects to one of the addresses of a server: a store of several hosts has one for each."""
-        scheme, host = parts.scheme, parts.hostname or ""
-        if _has_proxy(scheme, host):
-            raise HttpFault("the environment has a proxy for it")
-        context = self._context if scheme == "https" else None
-        try:
-            found = socket.getaddrinfo(host, parts.port or _PORTS[scheme], type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise HttpFault(f"cannot connect: {error.strerror}", is_passing=True) from None
-        fault = HttpFault("it has no address")
-        for *_, place in random.sample(found, len(found)):
-            try:
-                return HttpConnection((str(place[0]), int(place[1])), host, context, timeout_s)
-            except HttpFault as error:
-                fault = error
-        raise fault
+    def _context_of(self, client: Mapping[str, Any]) -> ssl.SSLContext:
+        with self._lock:
+            if self._context is None:
+                self._context = _trusting(client)  # takes 20 ms
+            return self._context
 
 
 class DirectBodies:
@@ -112,7 +127,7 @@ class DirectBodies:
     tensors follows. Here the kernel copies what has arrived into the tensors, or the TLS library decrypts it
     into them. Only bodies are received like this that the server sends just as they were asked for. Every
     other request is left to obstore, which follows redirects, renews credentials and says what is wrong; if
-    no body has come like this before, so are all later ones.
+    no body has come like this before, so are all later ones, and those of an object after three in a row.
 
     Args:
         address_of: Returns the URL of a key, with a signature if the store requires one.
@@ -134,6 +149,7 @@ class DirectBodies:
         self._connections = connections
         self._has_worked = False
         self._is_off = False
+        self._num_refused: dict[str, int] = {}  # by key, since the last body
 
     @staticmethod
     def takes(client: Mapping[str, Any]) -> bool:
@@ -145,6 +161,7 @@ class DirectBodies:
         ]
         return (
             client.keys() <= _KNOWN
+            and not _OWN_HEADERS & {str(name).lower() for name in client.get("default_headers") or {}}
             and all(isinstance(each, timedelta) for each in times)
             and all(isinstance(each, str) and each.isascii() and each.isprintable() for each in texts)
         )
@@ -159,19 +176,21 @@ class DirectBodies:
         Raises:
             HttpFault: Another attempt could succeed.
         """
-        if self._is_off:
+        if self._is_off or self._num_refused.get(key, 0) >= _MOST_REFUSED:
             return None
         try:
             meta = self._read(self._address_of(key), offset, buffers)
-        except Exception as error:
-            is_fault = isinstance(error, HttpFault) and not isinstance(error, OtherAnswer)
-            if isinstance(error, HttpTimeout) or (is_fault and self._has_worked):
+        except Exception as error:  # which obstore meets again, and explains, unless it passes
+            may_pass = isinstance(error, HttpFault) and error.is_passing
+            if isinstance(error, HttpTimeout) or (may_pass and self._has_worked):
                 raise
-            if not isinstance(error, ServerBusy) and not self._has_worked:
-                self._is_off = True
-                _log.info("obstore receives all bodies: %s", error if is_fault else type(error).__name__)
-            return None  # obstore meets the error again, and explains it
-        self._has_worked = True
+            if isinstance(error, HttpFault | ValueError) and not may_pass:
+                self._num_refused[key] = self._num_refused.get(key, 0) + 1
+                self._is_off = not self._has_worked
+                _log.info("obstore receives %s: %s", "all bodies" if self._is_off else "a body", error)
+            return None
+        self._has_worked, self._is_off = True, False
+        self._num_refused.pop(key, None)
         return meta
 
     def _read(self, address: str, offset: int, buffers: Sequence[memoryview]) -> Mapping[str, Any]:
@@ -182,21 +201,40 @@ class DirectBodies:
         headers = {"Host": parts.netloc, **self._headers, "Range": f"bytes={wanted}"}
         target = f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}"
         asked_s = time.monotonic()
-        connection, is_done = self._connections.take(address, self._client), False
+        connection, answer = self._ask(address, target, headers)
+        is_done = False
         try:
-            answer = connection.get(target, headers, self._client["timeout"].total_seconds())
             if answer.status == _TOO_MANY or answer.status >= _BUSY:
-                raise ServerBusy(f"the server answers with status code {answer.status}")
+                raise HttpFault(f"the server answers with status code {answer.status}", is_passing=True)
             meta = _described(answer, wanted, nbytes)
             self._note_first_byte(time.monotonic() - asked_s)
             connection.receive(buffers)
-            is_done = answer.headers.get("connection", "").lower() != "close"
+            is_done = answer.keeps_open
             return meta
         finally:
             if is_done:
                 self._connections.give_back(address, connection)
             else:
                 connection.close()
+
+    def _ask(self, address: str, target: str, headers: Mapping[str, str]) -> tuple[HttpConnection, Answer]:
+        """Makes a request: over an idle connection, or once more over a new one if that has ended."""
+        most_s = self._client["timeout"].total_seconds()
+        idle = self._connections.take(address)
+        connection = idle or self._connections.connect(address, self._client)
+        try:
+            return connection, connection.get(target, headers, most_s)
+        except BaseException as error:
+            connection.close()
+            if idle is None or not (isinstance(error, HttpFault) and error.is_passing):
+                raise
+        self._connections.drop(address)
+        connection = self._connections.connect(address, self._client)
+        try:
+            return connection, connection.get(target, headers, most_s)
+        except BaseException:
+            connection.close()
+            raise
 
     @cached_property
     def _headers(self) -> dict[str, str]:
@@ -230,18 +268,15 @@ def _described(answer: Answer, wanted: str, nbytes: int) -> Mapping[str, Any]:
     """Returns what an answer says of its object, as obstore does.
 
     Raises:
-        OtherAnswer: Its body is not the range that was wanted, as it is stored; or it says too little.
+        HttpFault: Its body is not the range that was wanted, as it is stored; or it says too little.
     """
     is_plain = answer.headers.get("content-encoding", "identity") == "identity"
     is_part = answer.status == _PARTIAL and answer.content_range == f"bytes {wanted}"
     size = answer.headers.get("content-range", "").rpartition("/")[2]
     tag, modified = answer.headers.get("etag"), answer.headers.get("last-modified")
     if not (is_plain and is_part and answer.nbytes == nbytes and size.isdecimal() and (tag or modified)):
-        raise OtherAnswer(
-            f"the server answers with status code {answer.status}, and not with the range alone"
-        )
-    return {
-        "size": int(size),
-        "e_tag": tag,
-        "last_modified": parsedate_to_datetime(modified) if modified else None,
-    }
+        raise HttpFault(f"the server answers with status code {answer.status}, and not with the range alone")
+    date = parsedate_to_datetime(modified) if modified else None
+    if date is not None and date.tzinfo is None:  # written with -0000
+        date = date.replace(tzinfo=timezone.utc)
+    return {"size": int(size), "e_tag": tag, "last_modified": date}

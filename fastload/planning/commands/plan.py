@@ -17,7 +17,7 @@ from fastload.errors import OptionError
 from fastload.formats.names import NAMES
 from fastload.geometry.ranges import ByteRange
 from fastload.options import LoadOptions
-from fastload.planning.cluster import MOST_IN_FLIGHT, Cluster, Requests
+from fastload.planning.cluster import Cluster, Requests
 from fastload.planning.commands.options import COUNT, LINK_RATE, SIZE, TIME
 from fastload.planning.exchange import Level
 from fastload.planning.parallel import Parallel, model_of_size, model_of_tensors
@@ -25,6 +25,7 @@ from fastload.planning.sharded import ShardedLoad
 from fastload.planning.simulate import STRATEGIES, Prediction, ReplicatedLoad
 from fastload.planning.units import format_duration, format_rate
 from fastload.storage import locate, open_storage
+from fastload.transfer.pace import far_reads
 
 _MOST_TRACED = 64
 _HEADS = (
@@ -236,7 +237,9 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
         limits = [f"{format_duration(requests.latency_s)} to the first byte"] if requests.latency_s else []
         if math.isfinite(requests.connection_bytes_per_s):
             limits.append(f"{_rate(requests.connection_bytes_per_s)} each")
-        console.print(f"requests: {', '.join(limits)}, at most {MOST_IN_FLIGHT} of a rank in flight")
+        console.print(
+            f"requests: {', '.join(limits)}, at most {far_reads(cluster.num_ranks)[1]} of a rank in flight"
+        )
     console.print(
         f"floor, one client streams all: {format_duration(_floor_s(load))}; "
         f"the least possible here: {format_duration(load.least_s)}",

@@ -10,11 +10,11 @@ from typing import Literal
 
 from fastload.base.units import count, format_bytes
 from fastload.errors import some_of
-from fastload.planning.cluster import MOST_IN_FLIGHT
 from fastload.planning.doctor.examine import Site
 from fastload.planning.doctor.facts import Facts
 from fastload.planning.units import format_duration, format_rate
 from fastload.storage.mounts import IN_MEMORY_TYPES, is_network
+from fastload.transfer.pace import MOST_READS
 
 Level = Literal["ok", "note", "problem"]
 
@@ -330,7 +330,7 @@ def _requests(site: Site) -> Iterator[Finding]:
     if answers.connection_bytes_per_s:
         found += f", then {format_rate(answers.connection_bytes_per_s)} over one connection: "
         found += f"a rank reads at most {format_rate(answers.most_bytes_per_s)} "
-        found += f"with {MOST_IN_FLIGHT} requests in flight"
+        found += f"with {MOST_READS} requests in flight"
     yield Finding("requests", found)
 
 

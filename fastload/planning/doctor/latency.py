@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from fastload.formats.manifest import FileEntry
-from fastload.planning.cluster import MOST_IN_FLIGHT
 from fastload.storage import Storage
+from fastload.transfer.pace import MOST_READS
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20
@@ -32,7 +32,7 @@ class Answers:
     @property
     def most_bytes_per_s(self) -> float:
         """The most that a rank reads."""
-        return MOST_IN_FLIGHT * READ_BYTES / (self.latency_s + READ_BYTES / self.connection_bytes_per_s)
+        return MOST_READS * READ_BYTES / (self.latency_s + READ_BYTES / self.connection_bytes_per_s)
 
 
 def measure_answers(storage: Storage, file: FileEntry) -> Answers:
