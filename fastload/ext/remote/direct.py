@@ -132,7 +132,7 @@ class DirectBodies:
     Args:
         address_of: Returns the URL of a key, with a signature if the store requires one.
         client: Options of obstore's HTTP client; see `takes`.
-        connections: IdleConnections that are not in use.
+        connections: The idle connections.
         note_first_byte: Called with the seconds from each request to its answer.
     """
 
@@ -147,8 +147,7 @@ class DirectBodies:
         self._client = client
         self._note_first_byte = note_first_byte
         self._connections = connections
-        self._has_worked = False
-        self._is_off = False
+        self._has_worked = self._has_failed = False
         self._num_refused: dict[str, int] = {}  # by key, since the last body
 
     @staticmethod
@@ -176,7 +175,8 @@ class DirectBodies:
         Raises:
             HttpFault: Another attempt could succeed.
         """
-        if self._is_off or self._num_refused.get(key, 0) >= _MOST_REFUSED:
+        is_off = self._has_failed and not self._has_worked
+        if is_off or self._num_refused.get(key, 0) >= _MOST_REFUSED:
             return None
         try:
             meta = self._read(self._address_of(key), offset, buffers)
@@ -184,12 +184,12 @@ class DirectBodies:
             may_pass = isinstance(error, HttpFault) and error.is_passing
             if isinstance(error, HttpTimeout) or (may_pass and self._has_worked):
                 raise
-            if isinstance(error, HttpFault | ValueError) and not may_pass:
+            if isinstance(error, HttpFault | OSError | ValueError) and not may_pass:  # OSError: certificates
                 self._num_refused[key] = self._num_refused.get(key, 0) + 1
-                self._is_off = not self._has_worked
-                _log.info("obstore receives %s: %s", "all bodies" if self._is_off else "a body", error)
+                self._has_failed = True
+                _log.info("obstore receives %s: %s", "a body" if self._has_worked else "all bodies", error)
             return None
-        self._has_worked, self._is_off = True, False
+        self._has_worked = True
         self._num_refused.pop(key, None)
         return meta
 
