@@ -337,9 +337,12 @@ def test_a_port_that_is_taken_is_named_and_one_that_was_closed_is_free(saved: Pa
 def test_a_process_that_was_forked_does_not_keep_the_port(saved: Path) -> None:
     [port] = free_ports(1)
     with fastload.serve(saved, port=port):
+        began, begins = os.pipe()
         if not (pid := os.fork()):
+            os.write(begins, b"x")
             time.sleep(60)
             os._exit(0)
+        assert os.read(began, 1) == b"x"  # until it has begun, it has the port
     try:
         fastload.serve(saved, port=port).close()
     finally:
