@@ -7,7 +7,7 @@ import gc
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,6 +21,8 @@ PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _REPORTING = "/sys/module/page_reporting/parameters/page_reporting_order"
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+_TOUCHED_BYTES = 64 << 10  # and more: two system calls are worth it
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14 and newer; others refuse it
 _libc = ctypes.CDLL(None, use_errno=True) if _MADV_HUGEPAGE is not None else None
 
 
@@ -160,6 +162,33 @@ def advise_huge_pages(tensor: Tensor) -> None:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
 
 
+def touch(address: int, nbytes: int) -> None:
+    """Has the system provide the pages of fresh memory that is about to be written, all at once.
+
+    That takes a fifth less time than if each is provided when it is written. The content stays. Memory counts
+    as fresh if the page in its middle is missing: those at its ends may belong to what is next to it, too.
+
+    Args:
+        address: Of the memory.
+        nbytes: Its length.
+    """
+    if _libc is None or nbytes < _TOUCHED_BYTES:
+        return
+    is_there = ctypes.c_ubyte(1)
+    middle = (address + nbytes // 2) // PAGE_BYTES * PAGE_BYTES
+    _libc.mincore(ctypes.c_void_p(middle), ctypes.c_size_t(1), ctypes.byref(is_there))
+    if not is_there.value & 1:
+        start = address // PAGE_BYTES * PAGE_BYTES
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), _MADV_POPULATE_WRITE)
+
+
+def touch_all(buffers: Iterable[memoryview]) -> None:
+    """Has the system provide the pages of buffers that are about to be filled; see `touch`."""
+    for buffer in buffers:
+        if len(buffer) >= _TOUCHED_BYTES:
+            touch(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))
+
+
 @cache
 def _huge_pages_pay(reporting: str) -> bool:
     """Whether the first touch of large memory is faster with 2 MiB pages; mostly it is, several times.
@@ -272,7 +301,9 @@ def copy_bytes(source: memoryview, out: memoryview) -> None:
     buffer = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(source), ctypes.byref(buffer), 0)
     try:
-        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), buffer.buf, len(out))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(out))
+        touch(address, len(out))
+        ctypes.memmove(address, buffer.buf, len(out))
     finally:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
 

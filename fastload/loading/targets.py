@@ -22,7 +22,7 @@ from fastload.base.devices import (
     parse_device,
     with_index,
 )
-from fastload.base.memory import allocate, byte_view, round_up
+from fastload.base.memory import allocate, byte_view, round_up, touch
 from fastload.base.threads import Workers
 from fastload.errors import ManifestError, MismatchError, OptionError
 from fastload.formats.dtypes import torch_spec
@@ -344,6 +344,7 @@ class TensorWriter:
         for index, begin, end in self._wanted.cut(start, data.numel()):
             offset = starts[index] + begin - start
             if source and self._addresses[index] and end - begin < by_bytes:
+                touch(self._addresses[index] + begin, end - begin)
                 memmove(self._addresses[index] + begin, source + offset, end - begin)
             else:
                 destination = self._destinations[index]

@@ -7,11 +7,14 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from fastload.base.memory import touch_all
+
 _MOST_HEAD_BYTES = 64 << 10
+_PART_BYTES = 1 << 20  # of a buffer, whose memory is touched between two looks whether the answer has come
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})[ \r]")
 
 
@@ -95,13 +98,20 @@ class HttpConnection:
                 raise
             raise HttpFault(f"TLS: {_text_of(error)}") from None
 
-    def get(self, target: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    def get(
+        self,
+        target: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        buffers: Sequence[memoryview] = (),
+    ) -> Answer:
         """Makes a request; `receive` takes the body of the answer, all of it.
 
         Args:
             target: The path, and the query.
             headers: The headers, with that of the host.
             timeout_s: The longest time for the answer, with its body.
+            buffers: Those that the body will fill. Their memory is touched while the answer is on its way.
 
         Raises:
             HttpFault: There is no answer, or not by HTTP.
@@ -111,6 +121,7 @@ class HttpConnection:
         try:
             self._set_timeout()
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii", "replace"))
+            self._touch(buffers)
             while (answer := self._head()).status < 200:  # others precede the one that counts
                 pass
         except OSError as error:
@@ -148,23 +159,34 @@ class HttpConnection:
         if len(rest) > sum(map(len, buffers)):
             raise HttpFault("sent more bytes than it said")
         try:
-            for buffer in buffers:
-                while len(buffer):
-                    if nbytes := min(len(rest), len(buffer)):
-                        buffer[:nbytes], rest = rest[:nbytes], rest[nbytes:]
+            for part in _parts(buffers):
+                touch_all([part])
+                while len(part):
+                    if nbytes := min(len(rest), len(part)):
+                        part[:nbytes], rest = rest[:nbytes], rest[nbytes:]
                     else:
                         self._set_timeout()
-                        nbytes = self._socket.recv_into(buffer)
+                        nbytes = self._socket.recv_into(part)
                     if not nbytes:
                         raise HttpFault("ended the connection before the last byte", is_passing=True)
-                    buffer = buffer[nbytes:]
+                    part = part[nbytes:]
         except OSError as error:
             raise _fault(error) from None
+
+    def _touch(self, buffers: Sequence[memoryview]) -> None:
+        """Touches the memory of buffers until there is an answer."""
+        for part in _parts(buffers):
+            if not self._is_silent():
+                return
+            touch_all([part])
 
     def is_open(self) -> bool:
         """Whether the server has neither closed it nor sent anything unasked."""
         if self._rest or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
             return False
+        return self._is_silent()
+
+    def _is_silent(self) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(0)
@@ -183,6 +205,12 @@ class HttpConnection:
         if left_s <= 0:
             raise TimeoutError
         self._socket.settimeout(left_s)
+
+
+def _parts(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        for begin in range(0, len(buffer), _PART_BYTES):
+            yield buffer[begin : begin + _PART_BYTES]
 
 
 def _fault(error: OSError) -> HttpFault:

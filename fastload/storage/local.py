@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
-from fastload.base.memory import PAGE_BYTES, round_up
+from fastload.base.memory import PAGE_BYTES, round_up, touch_all
 from fastload.errors import StorageError
 from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Storage, take
 from fastload.storage.descriptors import AlignedBuffer, DirectFile
@@ -188,6 +188,7 @@ class LocalStorage(Storage):
                 os.posix_fadvise(cached, 0, 0, advice)
             file.read_to = offset + nbytes
         while wanted:
+            touch_all(wanted[:_MAX_BUFFERS])
             count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
             if count == 0:
                 raise _short(file, cached, offset, wanted)
@@ -231,6 +232,7 @@ class LocalStorage(Storage):
         end = begin + (len(buffer) - begin) // PAGE_BYTES * PAGE_BYTES
         first, last = pages[:PAGE_BYTES], pages[PAGE_BYTES : 2 * PAGE_BYTES]
         parts = [*([first] if begin else ()), buffer[begin:end], *([last] if end < len(buffer) else ())]
+        touch_all(parts)
         count = os.preadv(direct, parts, offset - before) - before
         buffer[:begin] = first[before : before + begin]
         buffer[end:] = last[: len(buffer) - end]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import re
 import threading
@@ -14,9 +16,18 @@ import torch
 from torch import Tensor
 
 from fastload.base import memory
-from fastload.base.memory import allocate, allocate_staging, memory_bytes, uncollected
+from fastload.base.memory import (
+    PAGE_BYTES,
+    allocate,
+    allocate_staging,
+    memory_bytes,
+    touch,
+    touch_all,
+    uncollected,
+)
 
-_NBYTES = 8 << 20
+MIB = 1 << 20
+_NBYTES = 8 * MIB
 _LARGE_NBYTES = 512 << 20  # more than malloc has from what other tests have freed; it is never touched
 
 
@@ -94,3 +105,30 @@ def test_page_cache_of_a_container_is_free(tmp_path: Path, folder: str, most: st
     assert total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert available is not None
     assert 0 < available < total
+
+
+def resident_bytes(region: mmap.mmap) -> int:
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    pages = (ctypes.c_ubyte * (len(region) // PAGE_BYTES))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(region)), pages) == 0
+    return sum(page & 1 for page in pages) * PAGE_BYTES
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="Linux < 5.14 cannot do it"
+)
+def test_touched_memory_has_pages_and_keeps_its_content() -> None:
+    region = mmap.mmap(-1, _NBYTES)
+    buffer = memoryview(region)
+    buffer[MIB : MIB + 3] = b"abc"
+    assert resident_bytes(region) == PAGE_BYTES
+    touch_all([buffer[MIB + 1 : 2 * MIB + 1], buffer[:0], buffer[3 * MIB : 3 * MIB + 10]])
+    assert resident_bytes(region) == MIB + PAGE_BYTES  # whole pages, and none for a few bytes
+    assert bytes(buffer[MIB : MIB + 4]) == b"abc\0"
+
+
+def test_memory_of_nobody_is_left_alone() -> None:
+    region = mmap.mmap(-1, _NBYTES)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    touch(start, 1 << 45)  # its middle is of nobody
+    assert resident_bytes(region) == 0
