@@ -269,6 +269,7 @@ def copy_flat(source: Tensor, out: Tensor) -> None:
     """
     if source.is_cpu and out.is_cpu and torch.get_num_threads() == 1:
         assert source.numel() == out.numel(), (source.numel(), out.numel())
+        touch(out.data_ptr(), out.numel())
         ctypes.memmove(out.data_ptr(), source.data_ptr(), out.numel())
     else:
         copy_async(source, out)

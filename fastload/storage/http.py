@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastload.base.memory import touch_all
 
 _MOST_HEAD_BYTES = 64 << 10
+_OTHERS_ASK_MS = 15  # for so long a request does not take processors from others that begin together
 _PART_BYTES = 1 << 20  # of a buffer, whose memory is touched between two looks whether the answer has come
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})[ \r]")
 
@@ -174,11 +175,13 @@ class HttpConnection:
             raise _fault(error) from None
 
     def _touch(self, buffers: Sequence[memoryview]) -> None:
-        """Touches the memory of buffers until there is an answer."""
+        """Touches the memory of buffers until there is an answer, after a while in which others may ask."""
+        for_ms = _OTHERS_ASK_MS
         for part in _parts(buffers):
-            if not self._is_silent():
+            if not self._is_silent(for_ms):
                 return
             touch_all([part])
+            for_ms = 0
 
     def is_open(self) -> bool:
         """Whether the server has neither closed it nor sent anything unasked."""
@@ -186,10 +189,10 @@ class HttpConnection:
             return False
         return self._is_silent()
 
-    def _is_silent(self) -> bool:
+    def _is_silent(self, for_ms: int = 0) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        return not poll.poll(for_ms)
 
     def stop(self) -> None:
         """Ends a request that another thread waits for."""

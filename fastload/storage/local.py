@@ -232,7 +232,6 @@ class LocalStorage(Storage):
         end = begin + (len(buffer) - begin) // PAGE_BYTES * PAGE_BYTES
         first, last = pages[:PAGE_BYTES], pages[PAGE_BYTES : 2 * PAGE_BYTES]
         parts = [*([first] if begin else ()), buffer[begin:end], *([last] if end < len(buffer) else ())]
-        touch_all(parts)
         count = os.preadv(direct, parts, offset - before) - before
         buffer[:begin] = first[before : before + begin]
         buffer[end:] = last[: len(buffer) - end]

@@ -45,6 +45,7 @@ class IdleConnections:
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], list[tuple[HttpConnection, float]]] = {}  # and since when
         self._context: ssl.SSLContext | None = None
+        self._proxied: dict[tuple[str, str], bool] = {}  # whether the environment has a proxy for a server
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -72,7 +73,10 @@ class IdleConnections:
         """
         parts = urlsplit(address)
         host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-        if _has_proxy(parts.scheme, host):
+        server = parts.scheme, host
+        if server not in self._proxied:
+            self._proxied[server] = _has_proxy(*server)  # takes longer than a connection
+        if self._proxied[server]:
             raise HttpFault("the environment has a proxy for it")
         context = self._context_of(client) if parts.scheme == "https" else None
         most_s, until_s = client["connect_timeout"].total_seconds(), time.monotonic()
