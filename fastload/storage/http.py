@@ -14,8 +14,7 @@ from typing import NamedTuple
 from fastload.base.memory import touch_all
 
 _MOST_HEAD_BYTES = 64 << 10
-_OTHERS_ASK_MS = 15  # for so long a request does not take processors from others that begin together
-_PART_BYTES = 1 << 20  # of a buffer, whose memory is touched between two looks whether the answer has come
+_TOUCHED_BYTES = 1 << 20  # at once: what the processor's cache still holds when it is filled
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})[ \r]")
 
 
@@ -99,20 +98,13 @@ class HttpConnection:
                 raise
             raise HttpFault(f"TLS: {_text_of(error)}") from None
 
-    def get(
-        self,
-        target: str,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        buffers: Sequence[memoryview] = (),
-    ) -> Answer:
+    def get(self, target: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
         """Makes a request; `receive` takes the body of the answer, all of it.
 
         Args:
             target: The path, and the query.
             headers: The headers, with that of the host.
             timeout_s: The longest time for the answer, with its body.
-            buffers: Those that the body will fill. Their memory is touched while the answer is on its way.
 
         Raises:
             HttpFault: There is no answer, or not by HTTP.
@@ -122,7 +114,6 @@ class HttpConnection:
         try:
             self._set_timeout()
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("ascii", "replace"))
-            self._touch(buffers)
             while (answer := self._head()).status < 200:  # others precede the one that counts
                 pass
         except OSError as error:
@@ -160,8 +151,7 @@ class HttpConnection:
         if len(rest) > sum(map(len, buffers)):
             raise HttpFault("sent more bytes than it said")
         try:
-            for part in _parts(buffers):
-                touch_all([part])
+            for part in _touched(buffers):
                 while len(part):
                     if nbytes := min(len(rest), len(part)):
                         part[:nbytes], rest = rest[:nbytes], rest[nbytes:]
@@ -174,25 +164,13 @@ class HttpConnection:
         except OSError as error:
             raise _fault(error) from None
 
-    def _touch(self, buffers: Sequence[memoryview]) -> None:
-        """Touches the memory of buffers until there is an answer, after a while in which others may ask."""
-        for_ms = _OTHERS_ASK_MS
-        for part in _parts(buffers):
-            if not self._is_silent(for_ms):
-                return
-            touch_all([part])
-            for_ms = 0
-
     def is_open(self) -> bool:
         """Whether the server has neither closed it nor sent anything unasked."""
         if self._rest or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
             return False
-        return self._is_silent()
-
-    def _is_silent(self, for_ms: int = 0) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return not poll.poll(for_ms)
+        return not poll.poll(0)
 
     def stop(self) -> None:
         """Ends a request that another thread waits for."""
@@ -210,10 +188,13 @@ class HttpConnection:
         self._socket.settimeout(left_s)
 
 
-def _parts(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+def _touched(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yields the parts of buffers, each with memory that was just touched."""
     for buffer in buffers:
-        for begin in range(0, len(buffer), _PART_BYTES):
-            yield buffer[begin : begin + _PART_BYTES]
+        for begin in range(0, len(buffer), _TOUCHED_BYTES):
+            part = buffer[begin : begin + _TOUCHED_BYTES]
+            touch_all([part])
+            yield part
 
 
 def _fault(error: OSError) -> HttpFault:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from fastload.options import Patience
 from fastload.storage import Storage, open_storage
 from fastload.storage.retry import PatientStorage
 from tests.dist.flaky_server import FlakyServer, Server, serve, serving
-from tests.resident import needs_populate, resident_bytes
 from tests.storage.gateway import Answer, Gateway, Request, make_authority, serving_gateway
 
 FILE = "a.safetensors"
@@ -91,25 +89,6 @@ def test_long_ranges_come_over_one_connection(gateway: Gateway, monkeypatch: pyt
         assert clients(gateway)[3:] == ["obstore"], "short ranges"
         assert storage.bytes_read == 3 * NBYTES + 1000
         assert storage.first_byte_s > 0
-
-
-@needs_populate
-def test_fresh_memory_has_its_pages_before_the_answer_comes(gateway: Gateway) -> None:
-    region, seen = mmap.mmap(-1, NBYTES), []
-
-    @contextmanager
-    def hold(request: Request) -> Iterator[None]:
-        until = time.monotonic() + 20
-        while resident_bytes(region) < NBYTES and time.monotonic() < until:
-            time.sleep(0.01)
-        seen.append(resident_bytes(region))
-        yield
-
-    gateway.hold = hold
-    with closing(opened(gateway.url)) as storage:
-        storage.read_into("", BEGIN, [memoryview(region)])
-        assert region[:] == DATA[BEGIN : BEGIN + NBYTES]
-    assert (clients(gateway), seen) == (["direct"], [NBYTES])
 
 
 def moved(gateway: Gateway) -> Callable[[Request], Answer]:

@@ -25,7 +25,6 @@ from fastload.base.memory import (
     touch_all,
     uncollected,
 )
-from tests.resident import needs_populate, resident_bytes
 
 MIB = 1 << 20
 _NBYTES = 8 * MIB
@@ -108,7 +107,16 @@ def test_page_cache_of_a_container_is_free(tmp_path: Path, folder: str, most: st
     assert 0 < available < total
 
 
-@needs_populate
+def resident_bytes(region: mmap.mmap) -> int:
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    pages = (ctypes.c_ubyte * (len(region) // PAGE_BYTES))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(region)), pages) == 0
+    return sum(page & 1 for page in pages) * PAGE_BYTES
+
+
+@pytest.mark.skipif(
+    tuple(int(part) for part in os.uname().release.split(".")[:2]) < (5, 14), reason="needs Linux 5.14"
+)
 def test_touched_memory_has_pages_and_keeps_its_content() -> None:
     region = mmap.mmap(-1, _NBYTES)
     buffer = memoryview(region)

@@ -205,7 +205,7 @@ class DirectBodies:
         headers = {"Host": parts.netloc, **self._headers, "Range": f"bytes={wanted}"}
         target = f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}"
         asked_s = time.monotonic()
-        connection, answer = self._ask(address, target, headers, buffers)
+        connection, answer = self._ask(address, target, headers)
         is_done = False
         try:
             if answer.status == _TOO_MANY or answer.status >= _BUSY:
@@ -221,15 +221,13 @@ class DirectBodies:
             else:
                 connection.close()
 
-    def _ask(
-        self, address: str, target: str, headers: Mapping[str, str], buffers: Sequence[memoryview]
-    ) -> tuple[HttpConnection, Answer]:
+    def _ask(self, address: str, target: str, headers: Mapping[str, str]) -> tuple[HttpConnection, Answer]:
         """Makes a request: over an idle connection, or once more over a new one if that has ended."""
         most_s = self._client["timeout"].total_seconds()
         idle = self._connections.take(address)
         connection = idle or self._connections.connect(address, self._client)
         try:
-            return connection, connection.get(target, headers, most_s, buffers)
+            return connection, connection.get(target, headers, most_s)
         except BaseException as error:
             connection.close()
             if idle is None or not (isinstance(error, HttpFault) and error.is_passing):
@@ -237,7 +235,7 @@ class DirectBodies:
         self._connections.drop(address)
         connection = self._connections.connect(address, self._client)
         try:
-            return connection, connection.get(target, headers, most_s, buffers)
+            return connection, connection.get(target, headers, most_s)
         except BaseException:
             connection.close()
             raise

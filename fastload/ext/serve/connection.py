@@ -97,7 +97,7 @@ class Connection(HttpConnection):
         nbytes = sum(map(len, buffers))
         wanted = f"{begin}-{begin + nbytes - 1}"
         headers = {**self._headers, "Range": f"bytes={wanted}", "If-Match": f'"{digest}"'}
-        answer = self.get(f"/{quote(path, errors='replace')}", headers, timeout_s, buffers)
+        answer = self.get(f"/{quote(path, errors='replace')}", headers, timeout_s)
         _require(206, answer)
         if (answer.nbytes, answer.content_range) != (nbytes, f"bytes {wanted}"):
             raise HttpFault("sent another range than the one that was asked for")
