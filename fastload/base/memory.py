@@ -21,7 +21,7 @@ PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _REPORTING = "/sys/module/page_reporting/parameters/page_reporting_order"
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
-_TOUCHED_BYTES = 64 << 10  # and more: two system calls are worth it
+_LEAST_TOUCHED_BYTES = 64 << 10  # worth two system calls
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 and newer; others refuse it
 _libc = ctypes.CDLL(None, use_errno=True) if _MADV_HUGEPAGE is not None else None
 
@@ -172,7 +172,7 @@ def touch(address: int, nbytes: int) -> None:
         address: Of the memory.
         nbytes: Its length.
     """
-    if _libc is None or nbytes < _TOUCHED_BYTES:
+    if _libc is None or nbytes < _LEAST_TOUCHED_BYTES:
         return
     is_there = ctypes.c_ubyte(1)
     middle = (address + nbytes // 2) // PAGE_BYTES * PAGE_BYTES
@@ -185,7 +185,7 @@ def touch(address: int, nbytes: int) -> None:
 def touch_all(buffers: Iterable[memoryview]) -> None:
     """Has the system provide the pages of buffers that are about to be filled; see `touch`."""
     for buffer in buffers:
-        if len(buffer) >= _TOUCHED_BYTES:
+        if len(buffer) >= _LEAST_TOUCHED_BYTES:
             touch(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))
 
 
