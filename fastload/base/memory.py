@@ -175,10 +175,10 @@ def touch(address: int, nbytes: int) -> None:
     if _libc is None or nbytes < _LEAST_TOUCHED_BYTES:
         return
     is_there = ctypes.c_ubyte(1)
-    middle = (address + nbytes // 2) // PAGE_BYTES * PAGE_BYTES
+    middle = (address + nbytes // 2) // mmap.PAGESIZE * mmap.PAGESIZE  # some systems have pages of 64 KiB
     _libc.mincore(ctypes.c_void_p(middle), ctypes.c_size_t(1), ctypes.byref(is_there))
     if not is_there.value & 1:
-        start = address // PAGE_BYTES * PAGE_BYTES
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), _MADV_POPULATE_WRITE)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fastload.base import memory
 from fastload.base.memory import (
-    PAGE_BYTES,
     allocate,
     allocate_staging,
     memory_bytes,
@@ -109,9 +108,9 @@ def test_page_cache_of_a_container_is_free(tmp_path: Path, folder: str, most: st
 
 def resident_bytes(region: mmap.mmap) -> int:
     start = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    pages = (ctypes.c_ubyte * (len(region) // PAGE_BYTES))()
+    pages = (ctypes.c_ubyte * (len(region) // mmap.PAGESIZE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(region)), pages) == 0
-    return sum(page & 1 for page in pages) * PAGE_BYTES
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 @pytest.mark.skipif(
@@ -121,9 +120,9 @@ def test_touched_memory_has_pages_and_keeps_its_content() -> None:
     region = mmap.mmap(-1, _NBYTES)
     buffer = memoryview(region)
     buffer[MIB : MIB + 3] = b"abc"
-    assert resident_bytes(region) == PAGE_BYTES
+    assert resident_bytes(region) == mmap.PAGESIZE
     touch_all([buffer[MIB + 1 : 2 * MIB + 1], buffer[:0], buffer[3 * MIB : 3 * MIB + 10]])
-    assert resident_bytes(region) == MIB + PAGE_BYTES  # whole pages, and none for a few bytes
+    assert resident_bytes(region) == MIB + mmap.PAGESIZE  # whole pages, and none for a few bytes
     assert bytes(buffer[MIB : MIB + 4]) == b"abc\0"
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fastload.base.memory import touch_all
 from fastload.errors import FastloadError, StorageError
 from fastload.ext.memory.folder import JobFolder
 from fastload.storage import folders
@@ -131,6 +132,7 @@ class MemoryTarget:
         """
         with self._files.use(name, offset, len(data)) as file:
             position, left = offset, data
+            touch_all([left])
             while len(left):
                 count = os.preadv(file, [left], position)
                 if not count:
