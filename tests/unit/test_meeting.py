@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def meet(port: int, ranks: list[int], size: int) -> list[str]:
         own = _in_this_incarnation(store, rank, size)
         if rank == 0:
             assert not own.check(["address"])
-            own.set("address", str(id(own)))
+            own.set("address", secrets.token_hex())
         return own.get("address").decode()
 
     with ThreadPoolExecutor(len(ranks)) as pool:
