@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator
