@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import http.client
 import json
 import os
@@ -334,6 +336,40 @@ def test_a_port_that_is_taken_is_named_and_one_that_was_closed_is_free(saved: Pa
     fastload.serve(saved, port=port).close()
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_a_connection_that_comes_at_the_end_is_ended(turns: int) -> None:
+    asyncio.run(connect_at_the_end(turns))
+
+
+async def connect_at_the_end(turns: int) -> None:
+    """Connects when a server has been told to end and the loop has made some turns."""
+    failures: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, failure: failures.append(failure))
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    shelf, until = checkpoints.Shelf(None), asyncio.Event()
+    terms = serving.ServeTerms(token=None, rate=None, max_connections=8, ident="end")
+    running = loop.create_task(serving.Responder(shelf, terms).run(listener, None, until))
+    address = listener.getsockname()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    assert (await reader.read()).endswith(b'"checkpoints": {}}')  # from now on it waits for its end
+    writer.close()
+    with closing(shelf), socket.socket() as client:
+        client.settimeout(20)
+        until.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        with suppress(ConnectionError):  # it has ended
+            client.connect(address)
+        await running
+        with suppress(ConnectionError):
+            assert client.recv(1) == b""
+    gc.collect()
+    assert not failures
+
+
 def test_a_process_that_was_forked_does_not_keep_the_port(saved: Path) -> None:
     [port] = free_ports(1)
     with fastload.serve(saved, port=port):
@@ -394,6 +430,21 @@ def test_slow_connections_make_room_for_others(saved: Path) -> None:
         for number, one in enumerate(slow):
             with closing(one), suppress(ConnectionError):
                 assert number >= 100 or one.recv(1) == b""
+
+
+def test_a_connection_is_ended_where_all_others_are_busy(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fastload.serve(saved, max_connections=1, rate="100KB") as server:
+        address = ("127.0.0.1", urlsplit(server.url).port)
+        with socket.create_connection(address, timeout=20) as busy:
+            busy.sendall(b"GET /model.safetensors HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert busy.recv(1) == b"H"
+            with socket.create_connection(address, timeout=20) as surplus, suppress(ConnectionError):
+                assert surplus.recv(1) == b""
+            assert busy.recv(1) == b"T"
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_request_that_takes_too_long_to_come_is_ended(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

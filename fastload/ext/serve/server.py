@@ -34,6 +34,7 @@ _STALL_S = 30.0  # for a client to take one part of a response
 _COMING_S = 10.0  # for bytes that are on their way here
 _POLL_S = 0.02
 _CHECK_S = 0.5  # between looks at whether they still are, which take longer
+_ACCEPT_TURNS = 2  # of the loop, until a connection that was accepted has a transport and a handler
 _INDEX_PAUSE = 4  # × the time to make the index, before it is made again
 _TLS_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -152,9 +153,12 @@ class Connections(web.Server):
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Takes a connection; closes the one that has been idle for longest if there are too many."""
         super().connection_made(handler, transport)
-        self._idle[handler] = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._idle[handler] = loop.time()
         if self.num_open > self._most:
-            self.abort(next(iter(self._idle)))
+            surplus = next(iter(self._idle))
+            self._forget(surplus)
+            loop.call_soon(self.abort, surplus)  # if it is this one, aiohttp has yet to start its task
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         """Forgets a connection."""
@@ -258,6 +262,9 @@ class Responder:
                 self._bytes_s = (self._sent_bytes - self._sent_before) / _TICK_S
                 self._sent_before = self._sent_bytes
         finally:
+            loop.remove_reader(listener)
+            for _ in range(_ACCEPT_TURNS):  # what a closed server has accepted stays open
+                await asyncio.sleep(0)
             server.close()
             self._connections.abort_all()
             await self._connections.shutdown(_TICK_S)
