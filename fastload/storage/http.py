@@ -15,6 +15,7 @@ from fastload.base.memory import touch_all
 
 _MOST_HEAD_BYTES = 64 << 10
 _TOUCHED_BYTES = 1 << 20  # at once: what the processor's cache still holds when it is filled
+_AWAITED_BYTES = 512 << 10  # at most: the kernel keeps them, for each connection
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})[ \r]")
 
 
@@ -83,6 +84,7 @@ class HttpConnection:
     ) -> None:
         self._until_s = 0.0
         self._rest = b""
+        self._awaited = 1
         try:
             connected = socket.create_connection(place, timeout_s)
         except OSError as error:
@@ -90,6 +92,7 @@ class HttpConnection:
         self._socket = connected
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._most_awaited = _AWAITED_BYTES if context is None and _can_await(connected) else 1
             if context is not None:
                 self._socket = context.wrap_socket(connected, server_hostname=host)
         except BaseException as error:
@@ -157,10 +160,12 @@ class HttpConnection:
                         part[:nbytes], rest = rest[:nbytes], rest[nbytes:]
                     else:
                         self._set_timeout()
+                        self._await(min(len(part), self._most_awaited))
                         nbytes = self._socket.recv_into(part)
                     if not nbytes:
                         raise HttpFault("ended the connection before the last byte", is_passing=True)
                     part = part[nbytes:]
+            self._await(1)
         except OSError as error:
             raise _fault(error) from None
 
@@ -181,11 +186,32 @@ class HttpConnection:
         """Closes it."""
         self._socket.close()
 
+    def _await(self, nbytes: int) -> None:
+        """Has the next wait end once so many bytes have come, not as soon as any have.
+
+        A thread that is woken for each few packets takes the processor from the others, of which there is one
+        for each request under way.
+        """
+        if nbytes != self._awaited:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._awaited = nbytes
+
     def _set_timeout(self) -> None:
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         self._socket.settimeout(left_s)
+
+
+def _can_await(connected: socket.socket) -> bool:
+    """Whether the system has room for the bytes that a wait is to end with; Linux makes it, since 4.18."""
+    try:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _AWAITED_BYTES)
+        room = connected.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    except OSError:
+        return False
+    return room >= _AWAITED_BYTES
 
 
 def _touched(buffers: Sequence[memoryview]) -> Iterator[memoryview]:

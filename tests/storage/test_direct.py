@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -17,6 +19,7 @@ from fastload.errors import StorageError
 from fastload.formats.names import NAMES
 from fastload.options import Patience
 from fastload.storage import Storage, open_storage
+from fastload.storage.http import HttpConnection, HttpFault
 from fastload.storage.retry import PatientStorage
 from tests.dist.flaky_server import FlakyServer, Server, serve, serving
 from tests.storage.gateway import Answer, Gateway, Request, make_authority, serving_gateway
@@ -266,6 +269,43 @@ def test_what_passes_is_tried_again(server: FlakyServer, fault: str) -> None:
     # An idle connection may have ended meanwhile, so one that ends before an answer is replaced at once.
     assert storage.num_retries == (1 if fault == "reset-before" else 2)
     assert len(server.log) == 3
+
+
+def test_a_wait_ends_with_the_last_byte_however_few_are_left() -> None:
+    sizes = (1, 700_000, 5, 1_000_000, 3, 100_000)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = threading.Thread(target=_send_in_pieces, args=(listener, sizes))
+        sender.start()
+        connection = HttpConnection(listener.getsockname(), "here", None, 20.0)
+        with closing(connection):
+            for nbytes in (sum(sizes), 7):
+                data = bytearray(nbytes)
+                assert connection.get("/", {}, 20.0).nbytes == nbytes
+                connection.receive([memoryview(data)[: nbytes // 2], memoryview(data)[nbytes // 2 :]])
+                assert bytes(data) == DATA[:nbytes]
+            assert connection.is_open()
+            connection.get("/", {}, 20.0)
+            with pytest.raises(HttpFault, match="before the last byte"):
+                connection.receive([memoryview(bytearray(2_000_000))])
+        sender.join(20)
+        assert not sender.is_alive()
+
+
+def _send_in_pieces(listener: socket.socket, sizes: Sequence[int]) -> None:
+    """Answers with a body in pieces, each of which has come before the next; with 7 bytes; and with less."""
+    peer, _ = listener.accept()
+    with peer:
+        peer.recv(1000)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % sum(sizes))
+        at = 0
+        for nbytes in sizes:
+            time.sleep(0.05)
+            peer.sendall(DATA[at : at + nbytes])
+            at += nbytes
+        peer.recv(1000)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n" + DATA[:7])
+        peer.recv(1000)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2000000\r\n\r\n" + DATA[:600_000])
 
 
 class _ClosesLater(BaseHTTPRequestHandler):
