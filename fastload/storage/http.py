@@ -16,7 +16,7 @@ from fastload.base.memory import touch_all
 _MOST_HEAD_BYTES = 64 << 10
 _TOUCHED_BYTES = 1 << 20  # at once: what the processor's cache still holds when it is filled
 _AWAITED_BYTES = 512 << 10  # at most: the kernel keeps them, for each connection
-_WAITS = 16  # for a shorter body: with fewer, its bytes leave the processor's cache before they are taken
+_WAITS = 16  # for a shorter body: with fewer, bytes leave the processor's cache before they are received
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})[ \r]")
 
 

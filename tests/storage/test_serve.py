@@ -435,7 +435,7 @@ def test_slow_connections_make_room_for_others(saved: Path) -> None:
 def test_a_connection_is_ended_where_all_others_are_busy(
     saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fastload.serve(saved, max_connections=1, rate="100KB") as server:
+    with fastload.serve(saved, max_connections=1, rate="20KB") as server:
         address = ("127.0.0.1", urlsplit(server.url).port)
         with socket.create_connection(address, timeout=20) as busy:
             busy.sendall(b"GET /model.safetensors HTTP/1.1\r\nHost: here\r\n\r\n")
